@@ -1,0 +1,52 @@
+# Every target uses .venv, which `make setup` (and any other target) fills once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# One thread for each process: the test ranks share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo too-big test parity lint format gpu golden clean
+
+help:  ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## install autopar and everything its tests need into .venv
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[all]"
+	touch $(STAMP)
+
+demo: $(STAMP)  ## plan a GPT, train it on 4 ranks, compare with one device, DDP and FSDP2 (< 5 min)
+	$(BIN)/python benchmarks/demo.py
+
+too-big: $(STAMP)  ## a model that kills one process under a memory limit trains on 4 ranks
+	$(BIN)/python benchmarks/too_big.py
+
+test: $(STAMP)  ## every model, family and world at least once (< 15 min)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+
+parity: $(STAMP)  ## the whole parity matrix (< 60 min)
+	$(BIN)/python -m pytest -q tests/parity -m "not gpu"
+
+lint: $(STAMP)  ## ruff and strict mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff lay the code out
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+gpu: $(STAMP)  ## on a host with GPUs: parity, step times and memory, as one report to paste (< 10 min)
+	$(BIN)/python benchmarks/gpu.py
+
+golden: $(STAMP)  ## write the golden texts of the tests anew
+	$(BIN)/python -m pytest -q tests --update-golden -k golden
+
+clean:  ## remove what was built
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

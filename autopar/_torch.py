@@ -1,0 +1,277 @@
+"""Every private name of torch that autopar uses, each behind a small function.
+
+In: torch.  Out: functions with a meaning of their own, so that a change in torch is mended here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+import torch.fx.traceback
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch._decomp import get_decompositions
+from torch._functorch import aot_autograd
+from torch._functorch._aot_autograd import descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DispatchMode = TorchDispatchMode  # a context in which every op is seen before it runs
+
+
+def strided_shard(dim: int, split: int) -> Placement:
+    """DTensor's placement that takes a dim as `split` rows and cuts each of them."""
+    return _StridedShard(dim, split_factor=split)
+
+
+# ---- tracing (capture) ----------------------------------------------------------------------------------------------
+
+
+def registered_flatten(value: Any) -> tuple[list[Any], Any] | None:
+    """(children, context) of a value whose type the user registered with torch's pytree; None for others."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    return None if node is None else node.flatten_fn(value)
+
+
+def registered_unflatten(kind: type, children: list[Any], context: Any) -> Any:
+    """A value of a registered type from its children."""
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without data, of static shapes; real constants met on the way are allowed."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """The *compiling* flag of `torch.compiler`, not the exporting one, and no stack traces collected by torch."""
+    flag, quiet = torch.compiler._is_compiling_flag, torch.fx.config.do_not_emit_stack_traces
+    torch.compiler._is_compiling_flag, torch.fx.config.do_not_emit_stack_traces = True, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.fx.config.do_not_emit_stack_traces = flag, quiet
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A traced joint graph: for every placeholder and result what it is.
+
+    inputs    ("argument", index) or ("tangent", index of the output)
+    results   ("output", index), ("gradient", index of the argument) or ("mutation", index of the argument)
+    """
+
+    graph: torch.fx.Graph
+    attributes: dict[str, Any]
+    inputs: tuple[tuple[str, int], ...]
+    results: tuple[tuple[str, int], ...]
+
+
+class Shell(torch.nn.Module):
+    """A module without parameters around a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+def joint_graph(step: Callable[..., Any], args: tuple[Any, ...], decompositions: dict[Any, Any]) -> Joint:
+    """Trace `step(*args)`, a function of flat fake tensors, and its backward."""
+    with ExitStack() as stack:
+        stack.enter_context(compiling())
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        made = aot_autograd.aot_export_joint_with_descriptors(
+            stack, Shell(step), args, decompositions=decompositions, _disable_torch_fn_metadata_mode=True
+        )
+        module = made.graph_module
+    graph = module.graph
+    inputs = tuple(_described(n.meta["desc"]) for n in graph.nodes if n.op == "placeholder")
+    (output,) = [n for n in graph.nodes if n.op == "output"]
+    results = tuple(_described(d) for d in output.meta["desc"])
+    attributes = {n.target: getattr(module, n.target) for n in graph.nodes if n.op == "get_attr"}
+    return Joint(graph, attributes, inputs, results)
+
+
+def _described(desc: Any) -> tuple[str, int]:
+    match desc:
+        case None:
+            return "nothing", 0
+        case descriptors.PlainAOTInput(idx=index):
+            return "argument", index
+        case descriptors.TangentAOTInput(output=descriptors.PlainAOTOutput(idx=index)):
+            return "tangent", index
+        case descriptors.PlainAOTOutput(idx=index):
+            return "output", index
+        case descriptors.GradAOTOutput(grad_of=descriptors.PlainAOTInput(idx=index)):
+            return "gradient", index
+        case descriptors.InputMutationAOTOutput(mutated_input=descriptors.PlainAOTInput(idx=index)):
+            return "mutation", index
+    raise AssertionError(f"tracing gave an input or output of an unexpected kind: {desc}")
+
+
+def decompositions(names: Iterable[str]) -> dict[Any, Any]:
+    """torch's own decompositions of the named ATen ops, all overloads."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return get_decompositions(packets)
+
+
+@contextmanager
+def without_checkpointing() -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint(f, ...)` just calls f, however it was imported."""
+    here = torch.utils.checkpoint
+    saved = here.CheckpointFunction, here._checkpoint_without_reentrant_generator
+    here.CheckpointFunction, here._checkpoint_without_reentrant_generator = _Direct, _yield_once
+    try:
+        yield
+    finally:
+        here.CheckpointFunction, here._checkpoint_without_reentrant_generator = saved
+
+
+class _Direct:
+    """Stands in for the reentrant checkpoint."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _yield_once(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+def random_op(target: Any) -> bool:
+    """An op that draws from torch's own generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def flat_weights(module: torch.nn.Module) -> list[Any]:
+    """The list in which recurrent modules keep their weights a second time."""
+    return module._flat_weights if isinstance(module, torch.nn.RNNBase) else []
+
+
+DataDependent = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, nothing is traced, faked or replaced: tensors made there are real."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass now running was started with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def settle_pending_items() -> None:
+    """Make `DTensor.item()` reduce first; torch returns the rank's own term of a pending sum or maximum.
+
+    `torch.nn.utils.clip_grad_norm_(..., norm_type=inf)` returns such a tensor.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _settled_item)
+
+
+def _settled_item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = args[0]
+    if any(p.is_partial() for p in value.placements):
+        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+    return op(value._local_tensor)
+
+
+# ---- fused attention kernels ----------------------------------------------------------------------------------------
+
+
+def flash_forward_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, logsumexp [b, h, q]) of the CPU's flash attention."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = op(q, k, v, 0.0, causal, scale=scale)
+    return out, logsumexp
+
+
+def flash_backward_cpu(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of the CPU's flash attention."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    dq, dk, dv = op(grad, q, k, v, out, logsumexp, 0.0, causal, scale=scale)
+    return dq, dk, dv
+
+
+def fake_like(mode: FakeTensorMode, source: torch.Tensor) -> torch.Tensor:
+    """A contiguous fake tensor on the CPU with the shape, dtype and requires_grad of any tensor."""
+    with mode:
+        fake = torch.empty(tuple(source.shape), dtype=source.dtype, device="cpu")
+    return fake.requires_grad_(source.requires_grad)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The very tensor that a DTensor holds on this rank."""
+    return tensor._local_tensor
+
+
+def boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """Let a graph module take its arguments as one list, which it empties, so that each dies after its last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    return module
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors have in common if they share memory; works on meta, and only while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def wrapper(cls: type, shape: Any, stride: Any, offset: int, dtype: torch.dtype) -> Any:
+    """A tensor of class `cls` on the CPU that has no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=torch.device("cpu")
+    )
+
+
+def without_torch_function(cls: type) -> type:
+    """Let a tensor class be seen by `__torch_dispatch__` alone."""
+    cls.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+    return cls
+
+
+def seeded(func: Any) -> bool:
+    """Whether an op draws from the generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op writes to."""
+    out = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            out += list(value) if isinstance(value, (tuple, list)) else [value]
+    return out

@@ -1,0 +1,189 @@
+"""The compiler on one screen.
+
+In: a model and a cluster.  Out: a `ParallelModule`, or a `Plan` alone.  Next: `layout.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import files, fingerprint
+from autopar.axes import Axes, analyse
+from autopar.capture import capture
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError, PlanError, UnsupportedError
+from autopar.graph import Graph
+from autopar.passes import copy_views, emit, insert_conversions
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.runtime.guards import Call, agreed
+from autopar.runtime.keep import kept_in
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.world import World, join
+from autopar.text import listed
+
+
+def parallelize(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    memory_bytes: float | None = None,
+    precision: str | None = None,
+    strategy: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    time_limit: float = 60,
+    seed: int = 0,
+) -> ParallelModule:
+    """A module that trains `model` on `cluster`, to be called on every rank like the model itself.
+
+    example_inputs  a tuple of arguments, a dict of keyword arguments, or (tuple, dict); without them the plan is made at
+                    the first call
+    loss_fn         for models that return no scalar: `loss_fn(output)` or `loss_fn(output, *args, **kwargs)`; the module
+                    then returns the loss
+    optimizer       the class that will be used, for the memory of its state
+    memory_bytes    budget of one device; by default the cluster's
+    precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
+    strategy        from `autopar.strategies`: constraints on the plan
+    plan            one that was made before, or the file it was saved in
+    seed            of random ops while training, and of the initialisation of a model on meta
+    """
+    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, plan, time_limit, seed)
+    module = ParallelModule(model, compiler=compiler)
+    if example_inputs is not None:
+        args, kwargs = arguments(example_inputs)
+        module.prepare(*args, **kwargs)
+    return module
+
+
+def plan(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    *,
+    example_inputs: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    memory_bytes: float | None = None,
+    precision: str | None = None,
+    strategy: Any = None,
+    time_limit: float = 60,
+    seed: int = 0,
+) -> Plan:
+    """The plan that `parallelize` would make; needs no process group and no devices."""
+    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, None, time_limit, seed)
+    args, kwargs = arguments(example_inputs)
+    return compiler.made(compiler.graph(model, args, kwargs), frozenset(), None)
+
+
+@dataclass
+class Compiler:
+    """From a call to a program: capture, analyse, plan, emit. Everything that was asked for stands in its fields."""
+
+    cluster: ClusterSpec
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: Any = torch.optim.AdamW
+    memory_bytes: float | None = None
+    precision: str | None = None
+    strategy: Any = None
+    given: Plan | str | os.PathLike[str] | None = None
+    time_limit: float = 60
+    seed: int = 0
+    _axes: dict[int, tuple[Graph, Axes]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.precision not in (None, "float64"):
+            raise UnsupportedError(f'precision={self.precision!r}: there is None (the model\'s own) and "float64"')
+
+    def world(self) -> World:
+        """The process group, checked against the cluster."""
+        return join(self.cluster.device.type, self.cluster.devices)
+
+    def graph(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+        """The training step of one call."""
+        graph = capture(model, args, kwargs, loss_fn=self.loss_fn, double=self.precision == "float64")
+        return copy_views(graph)
+
+    def axes(self, graph: Graph) -> Axes:
+        """Factors of every dim, analysed once per graph."""
+        if id(graph) not in self._axes:
+            self._axes[id(graph)] = (graph, analyse(graph))
+        return self._axes[id(graph)][1]
+
+    def plan(self, graph: Graph, world: World, local: frozenset[str], stored: Plan | None) -> Plan:
+        """Rank 0's plan on every rank, once all ranks are found to hold the same graph."""
+        expected = self.fingerprint(graph)
+        told = world.gather_text(fingerprint.digest(expected))
+        if len(set(told)) > 1:
+            odd = next(r for r, text in enumerate(told) if text != told[0])
+            raise PlanError(f"rank {odd} captured another graph than rank 0: they run different models or versions")
+        text = ""
+        with world.agreeing("planning"):
+            if world.rank == 0:
+                text = files.dumps(self.made(graph, local, stored))
+        return files.loads(world.broadcast_text(text))
+
+    def made(self, graph: Graph, local: frozenset[str], stored: Plan | None) -> Plan:
+        """The plan given by the user, checked, or a new one."""
+        expected = self.fingerprint(graph)
+        if self.given is not None and stored is None:
+            given = self.given if isinstance(self.given, Plan) else files.load(self.given)
+            fingerprint.check(given, {**expected, "options": given.fingerprint.get("options", "")})
+            return given
+        from autopar.planner import plan as search
+
+        kept = None if stored is None else kept_in(self.axes(graph), graph, stored)
+
+        def solve() -> Plan:
+            found = search(
+                graph,
+                self.cluster,
+                mesh=None if stored is None else stored.mesh,
+                strategy=self.strategy if stored is None else None,
+                memory_bytes=self.memory_bytes,
+                optimizer=self.optimizer,
+                time_limit=self.time_limit,
+                seed=self.seed,
+                axes=self.axes(graph),
+                local=local,
+                stored=kept,
+            )
+            found = replace(found, fingerprint=MappingProxyType(expected))
+            return listed(found, insert_conversions(graph, self.axes(graph), found), self.axes(graph), self.cluster)
+
+        return files.cached(expected, solve) if stored is None and not local else solve()
+
+    def fingerprint(self, graph: Graph) -> dict[str, str]:
+        """What a plan for this graph depends on."""
+        options = {"strategy": self.strategy, "memory_bytes": self.memory_bytes, "optimizer": name_of(self.optimizer)}
+        return fingerprint.fingerprint(graph, self.cluster, options)
+
+    def emit(self, graph: Graph, plan: Plan) -> Program:
+        """The program of a plan."""
+        return emit(graph, self.axes(graph), plan)
+
+
+def name_of(optimizer: Any) -> str:
+    """An optimizer class by name."""
+    return optimizer.__name__ if isinstance(optimizer, type) else str(optimizer)
+
+
+def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) from what a user gives as example inputs."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        if len(example_inputs) == 2 and isinstance(example_inputs[0], tuple) and isinstance(example_inputs[1], Mapping):
+            return tuple(example_inputs[0]), dict(example_inputs[1])
+        return tuple(example_inputs), {}
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    raise InputError(f"example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict of keywords")

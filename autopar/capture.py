@@ -1,0 +1,192 @@
+"""Trace a model's training step to one joint forward and backward graph.
+
+In: any `nn.Module` (real, on meta, fake, or holding DTensor handles) and one call's arguments.
+Out: a `Graph` whose every end is labelled.  Next: `normalise.py`, which makes the op vocabulary small.
+
+The model runs twice or so on fake tensors under a function mode that turns attention and random functions into single
+ops and notes the user's line of every call. Nothing of the model is changed when this returns, also on failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar import _torch, adapters, tree
+from autopar.errors import AutoparError, CaptureError, UnsupportedError
+from autopar.graph import Graph, Input
+from autopar.labels import label
+from autopar.normalise import normalise
+from autopar.opaque_module import opaque
+from autopar.swap import Named, named_tensors, swapped
+from autopar.tracing import Tracing, user_line
+from autopar.widen import widen
+
+__all__ = ["capture", "opaque"]
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Step:
+    """The traced function: flat tensors in, the loss and every other tensor leaf out.
+
+    `seen` is filled while it runs: the structure of the result, and what each of its leaves is.
+    """
+
+    model: nn.Module
+    parameters_: tuple[Named, ...]
+    buffers_: tuple[Named, ...]
+    in_tree: tree.Tree
+    leaves: list[Any]
+    loss_fn: Callable[..., Any] | None
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, *flat: Tensor) -> list[Tensor]:
+        tensors, rng = list(flat[:-1]), flat[-1]
+        named = (*self.parameters_, *self.buffers_)
+        values, rest = tensors[: len(named)], iter(tensors[len(named) :])
+        filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree.unflatten(self.in_tree, filled)
+        with swapped(named, values), Tracing(self.model, rng):
+            out = self.model(*args, **kwargs)
+            loss = None if self.loss_fn is None else call_loss(self.loss_fn, out, args, kwargs)
+        return self.results(out, loss)
+
+    def results(self, out: Any, loss: Tensor | None) -> list[Tensor]:
+        """The loss first, then the other tensor leaves; fresh tensors, so that none is a view of another."""
+        leaves, out_tree = tree.flatten(out)
+        check_leaves(leaves, tree.paths(out_tree, "output"))
+        inside = loss_leaf(leaves) if loss is None else None
+        loss = loss if inside is None else leaves[inside]
+        results = [] if loss is None else [loss.clone()]
+        kinds: list[tuple[str, Any]] = []
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                kinds.append(("constant", leaf))
+            elif i == inside:
+                kinds.append(("output", 0))
+            else:
+                kinds.append(("output", len(results)))
+                results.append(leaf.clone() if loss is None else leaf.detach().clone())
+        self.seen.update(out_tree=out_tree, out_leaves=tuple(kinds), loss=loss is not None)
+        self.seen["names"] = ["loss"] * (loss is not None) + [
+            path
+            for i, (path, leaf) in enumerate(zip(tree.paths(out_tree, "output"), leaves, strict=True))
+            if isinstance(leaf, Tensor) and i != inside
+        ]
+        return results
+
+
+def call_loss(loss_fn: Callable[..., Any], out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """`loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` with the call's own arguments where it takes more."""
+    loss = loss_fn(out, *args, **kwargs) if adapters.takes_more_than_one(loss_fn) else loss_fn(out)
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(f"loss_fn must return a scalar floating-point tensor, not {what}")
+    return loss
+
+
+def loss_leaf(leaves: Sequence[Any]) -> int | None:
+    """Position of the first scalar floating-point leaf that needs a gradient."""
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point() and leaf.requires_grad:
+            return i
+    return None
+
+
+def check_leaves(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Every leaf of a result is a tensor or a plain constant."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise CaptureError(
+                f"{path} is a {kind}, a type that cannot be rebuilt from tensors\n"
+                "  try: return tensors, tuples, lists, dicts or dataclasses (transformers: use_cache=False), or "
+                "register the type as a pytree node of torch"
+            )
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    double: bool = False,
+) -> Graph:
+    """The joint graph of one call `model(*args, **kwargs)` and its backward.
+
+    loss_fn   `loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` if it takes more than one argument; without it
+              the loss is the first scalar floating-point leaf of the output
+    double    every float32 in the graph becomes float64 (for comparisons)
+
+    Raises `CaptureError` where the step is not one graph.
+    """
+    parameters, buffers = named_tensors(model)
+    leaves, in_tree = tree.flatten((tuple(args), dict(kwargs or {})))
+    step = Step(model, parameters, buffers, in_tree, leaves, loss_fn)
+    sources = [*(p.tensor for p in parameters), *(b.tensor for b in buffers)]
+    sources += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    mode = _torch.fake_mode()
+    with ExitStack() as stack:
+        stack.enter_context(adapters.packed_sequences(model, args, kwargs or {}))
+        stack.enter_context(_torch.without_checkpointing())
+        stack.enter_context(torch.enable_grad())
+        fakes = tuple(_torch.fake_like(mode, source) for source in sources)
+        rng = _torch.fake_like(mode, torch.zeros(2, dtype=torch.int64))
+        joint = traced(step, (*fakes, rng))
+    check_constants(joint, parameters)
+    inputs = described_inputs(parameters, buffers, leaves, in_tree)
+    graph = normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
+    return widen(graph, mode) if double else graph
+
+
+def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
+    """The joint graph, or one `CaptureError` that names the user's line."""
+    try:
+        return _torch.joint_graph(step, fakes, adapters.decompositions())
+    except AutoparError:
+        raise
+    except _torch.DataDependent as error:
+        raise CaptureError(
+            f"data-dependent branch: the values of a tensor decide what runs next, which one graph cannot express\n"
+            f"  from {user_line(error.__traceback__)}\n"
+            "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
+        ) from error
+
+
+def check_constants(joint: _torch.Joint, parameters: Sequence[Named]) -> None:
+    """No parameter got into the graph as a constant, and nothing draws from torch's own generator."""
+    owned = {id(p.tensor): p.names[0] for p in parameters}
+    for value in joint.attributes.values():
+        if isinstance(value, nn.Parameter) or id(value) in owned:
+            name = owned.get(id(value), f"a parameter of shape {tuple(value.shape)}")
+            raise CaptureError(
+                f"{name} is used as a constant, so it would get no gradient: it is no parameter of a submodule, or the "
+                "model keeps a second reference to it\n  try: register it as a parameter and use it under that name"
+            )
+    for node in joint.graph.nodes:
+        if _torch.random_op(node.target):
+            raise UnsupportedError(
+                f"{node.target} draws random numbers that differ between devices\n"
+                f"  from {node.meta.get('custom', {}).get('source', '')}\n"
+                "  try: dropout, rand, rand_like, randn, randn_like, bernoulli, or random numbers passed as an input"
+            )
+
+
+def described_inputs(
+    parameters: Sequence[Named], buffers: Sequence[Named], leaves: Sequence[Any], in_tree: tree.Tree
+) -> tuple[Input, ...]:
+    """An `Input` for every argument of the traced function; node names come later."""
+    out = [Input("", "parameter", p.names[0], p.names, p.tensor.requires_grad) for p in parameters]
+    out += [Input("", "buffer", b.names[0], b.names) for b in buffers]
+    args, kwargs = in_tree.children
+    names = [*tree.paths(args, "args"), *tree.paths(kwargs, "kwargs")]
+    out += [Input("", "input", name) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    return (*out, Input("", "rng", "rng"))

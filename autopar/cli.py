@@ -1,0 +1,37 @@
+"""The command `autopar`: `plan`, `verify`, `run`.
+
+In: the command line.  Out: text or JSON on standard output, progress on standard error, an exit code.
+Next: `commands.py`.
+
+Exit codes: 0 it worked; 1 a number is wrong or a rank failed; 2 the call is wrong (usage, a file, a cluster); 3 refused:
+nothing fits, or the model or strategy is one that autopar has no right program for.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from autopar.errors import AutoparError, CaptureError, NoPlan, UnsupportedError
+
+USAGE, REFUSED = 2, 3
+REFUSALS = (CaptureError, NoPlan, UnsupportedError)
+
+
+def main() -> None:
+    """Entry point; the rest of autopar works without typer and rich, this does not."""
+    try:
+        from autopar.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(f"autopar: the command line needs {error.name}: pip install 'autopar[cli]'", file=sys.stderr)
+        sys.exit(USAGE)
+    try:
+        app()
+    except AutoparError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(REFUSED if isinstance(error, REFUSALS) else USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""What a program will run on: a device, how many of them, and the links between them.
+
+In: a YAML or JSON file, a preset, or the machine itself.  Out: `ClusterSpec`, a plain value.  Next: `cost/comm.py`.
+
+    name: my-cluster
+    devices: 16
+    device: {type: cuda, memory_bytes: 80e9, flops_per_s: {float32: 156e12, bfloat16: 312e12},
+             memory_bytes_per_s: 2.0e12, launch_s: 6e-6}
+    links:                       # innermost first; `devices` is how many devices such a link connects
+      - {devices: 8,  latency_s: 3e-6, bytes_per_s: 230e9}
+      - {devices: 16, latency_s: 8e-6, bytes_per_s: 24e9}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autopar.errors import ClusterError
+from autopar.layout import Mesh
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Device(_Strict):
+    """One device.
+
+    type                 of the torch device: "cpu", "cuda", ...
+    memory_bytes         what one process may use; `reserve_bytes` of it stay with the runtime and the allocator
+    flops_per_s          peak per dtype ("float32", "bfloat16", ...)
+    memory_bytes_per_s   bandwidth of its memory
+    launch_s             what every operation costs beside its work
+    """
+
+    type: str
+    memory_bytes: Positive
+    flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
+    memory_bytes_per_s: Positive
+    launch_s: NotNegative = 0.0
+    reserve_bytes: NotNegative = 0.0
+
+    def peak(self, dtype: str) -> float:
+        """Peak of a dtype in flop/s; of one that is not listed, that of float32, or else the slowest."""
+        known = self.flops_per_s
+        if dtype in known:
+            return known[dtype]
+        return known["float32"] / 2 if dtype == "float64" and "float32" in known else min(known.values())
+
+
+class Link(_Strict):
+    """One level of the network: groups of `devices` devices, a latency per message, bandwidth per device and direction."""
+
+    devices: Count
+    latency_s: NotNegative
+    bytes_per_s: Positive
+
+
+class ClusterSpec(_Strict):
+    """A cluster: `devices` equal devices, links from the innermost level to the one that connects them all."""
+
+    name: str
+    devices: Count
+    device: Device
+    links: Annotated[tuple[Link, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _levels_nest(self) -> ClusterSpec:
+        sizes = [link.devices for link in self.links]
+        for inner, outer in zip(sizes, sizes[1:], strict=False):
+            if outer <= inner or outer % inner:
+                raise ValueError(f"links: a level of {outer} devices cannot consist of groups of {inner}")
+        if sizes[-1] < self.devices:
+            raise ValueError(f"links: the outermost level connects {sizes[-1]} of {self.devices} devices")
+        return self
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a program may use on one device: its memory less the reserve."""
+        return self.device.memory_bytes - self.device.reserve_bytes
+
+    def link(self, mesh: Mesh, axis: str) -> Link:
+        """The slowest link on the way along one mesh axis: the first level that holds a whole group of it."""
+        position = mesh.names.index(axis)
+        span = 1
+        for size in mesh.sizes[position:]:
+            span *= size
+        return next((link for link in self.links if link.devices >= span), self.links[-1])
+
+    def with_devices(self, devices: int) -> ClusterSpec:
+        """The same cluster with another number of devices."""
+        last = self.links[-1]
+        links = tuple(link for link in self.links if link.devices < devices)
+        widest = next((link for link in self.links if link.devices >= devices), last)
+        return parse({**self.model_dump(), "devices": devices, "links": [*links, widest.model_copy(update={"devices": devices})]
+                      if not links or devices % links[-1].devices == 0 else [widest.model_copy(update={"devices": devices})]},
+                     self.name)  # fmt: skip
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ClusterSpec:
+        """Read a `.yaml`, `.yml` or `.json` file."""
+        return load(Path(path))
+
+    @staticmethod
+    def preset(name: str, *, devices: int | None = None, hosts: int | None = None) -> ClusterSpec:
+        """A known cluster ("cpu-gloo", "dgx-a100-80", "dgx-h100") of some hosts, or of some devices."""
+        if name not in PRESETS:
+            raise ClusterError(f"no preset {name!r}; there are {', '.join(sorted(PRESETS))}")
+        return _sized(name, devices, hosts)
+
+    @staticmethod
+    def detect(devices: int | None = None) -> ClusterSpec:
+        """The machine this runs on: its accelerators or, without any, one gloo process a core."""
+        return _detect(devices)
+
+
+def parse(data: Any, where: str) -> ClusterSpec:
+    """A `ClusterSpec` from plain data; errors name the place in it."""
+    try:
+        return ClusterSpec.model_validate_json(json.dumps(data, default=_plain))
+    except ValidationError as error:
+        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'cluster'}: {_sentence(e)}" for e in error.errors()]
+        raise ClusterError(f"{where}: " + "; ".join(lines)) from None
+
+
+def load(path: Path) -> ClusterSpec:
+    """Read a cluster file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path}: cannot be read: {error}") from None
+    try:
+        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)  # noqa: S506 (a safe loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ClusterError(f"{path}: {str(error).replace(chr(10), ' ')}") from None
+    if not isinstance(data, dict):
+        raise ClusterError(f"{path}: cluster: expected a mapping, found {type(data).__name__}")
+    return parse(data, str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write numbers: `80e9` is a number too."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else str(value)
+
+
+def _sentence(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message if error["type"] in ("missing", "extra_forbidden") else f"{message} (found {error.get('input')!r})"[:200]
+
+
+def _sized(name: str, devices: int | None, hosts: int | None) -> ClusterSpec:
+    base, per_host = PRESETS[name]
+    if devices is not None and hosts is not None:
+        raise ClusterError(f"preset {name!r}: give devices or hosts, not both")
+    count = devices if devices is not None else (hosts or 1) * per_host
+    if count < 1:
+        raise ClusterError(f"preset {name!r}: devices must be at least 1 (found {count})")
+    inner, outer = base["links"]
+    if count <= per_host:
+        links = [{**inner, "devices": count}]
+    elif count % per_host == 0:
+        links = [inner, {**outer, "devices": count}]
+    else:
+        links = [{**outer, "devices": count}]
+    return parse({**base, "name": name, "devices": count, "links": links}, f"preset {name}")
+
+
+def _detect(devices: int | None) -> ClusterSpec:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type == "cpu":
+        count = devices or int(os.environ.get("WORLD_SIZE", 0)) or os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count
+        base = ClusterSpec.preset("cpu-gloo", devices=count)
+        return base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory})})
+    count = devices or int(os.environ.get("WORLD_SIZE", 0)) or torch.accelerator.device_count()
+    base = ClusterSpec.preset("dgx-h100", devices=count)
+    found = {"type": accelerator.type}
+    if accelerator.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(0).total_memory)
+        return base.model_copy(update={"device": base.device.model_copy(update={**found, "memory_bytes": memory})})
+    return base.model_copy(update={"device": base.device.model_copy(update=found)})
+
+
+_GIB = 2.0**30
+# (cluster, devices a host). cpu-gloo: one core a process, links inside the host and over 10 Gbit Ethernet.
+# dgx-*: data sheets of the A100 80GB SXM and the H100 SXM; links per GPU as nccl-tests reports them.
+PRESETS: dict[str, tuple[dict[str, Any], int]] = {
+    "cpu-gloo": (
+        {
+            "device": {
+                "type": "cpu",
+                "memory_bytes": 4 * _GIB,
+                "flops_per_s": {"float32": 40e9, "float64": 20e9, "bfloat16": 20e9, "float16": 10e9},
+                "memory_bytes_per_s": 8e9,
+                "launch_s": 5e-6,
+                "reserve_bytes": 0.25 * _GIB,
+            },
+            "links": [
+                {"devices": 64, "latency_s": 40e-6, "bytes_per_s": 1.2e9},
+                {"devices": 128, "latency_s": 100e-6, "bytes_per_s": 0.6e9},
+            ],
+        },
+        64,
+    ),
+    "dgx-a100-80": (
+        {
+            "device": {
+                "type": "cuda",
+                "memory_bytes": 80e9,
+                "flops_per_s": {"float64": 9.7e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12},
+                "memory_bytes_per_s": 2.0e12,
+                "launch_s": 6e-6,
+                "reserve_bytes": 4 * _GIB,
+            },
+            "links": [
+                {"devices": 8, "latency_s": 6e-6, "bytes_per_s": 230e9},
+                {"devices": 16, "latency_s": 15e-6, "bytes_per_s": 24e9},
+            ],
+        },
+        8,
+    ),
+    "dgx-h100": (
+        {
+            "device": {
+                "type": "cuda",
+                "memory_bytes": 80e9,
+                "flops_per_s": {"float64": 34e12, "float32": 494e12, "bfloat16": 989e12, "float16": 989e12},
+                "memory_bytes_per_s": 3.35e12,
+                "launch_s": 5e-6,
+                "reserve_bytes": 4 * _GIB,
+            },
+            "links": [
+                {"devices": 8, "latency_s": 6e-6, "bytes_per_s": 360e9},
+                {"devices": 16, "latency_s": 15e-6, "bytes_per_s": 45e9},
+            ],
+        },
+        8,
+    ),
+}

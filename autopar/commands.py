@@ -1,0 +1,136 @@
+"""The commands, each a thin layer over a function that can be called from Python.
+
+In: arguments.  Out: text, JSON, exit codes.  Next: `verify/run.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from autopar import files
+from autopar.parsing import read_bytes, read_cluster, read_strategy
+from autopar.verify.target import Target, parse_settings
+
+app = typer.Typer(
+    help="Spread a single-device PyTorch model over a cluster.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+err = Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="package.module:function returning (model, inputs), or hf:ClassName")]
+Set = Annotated[list[str], typer.Option("--set", help="key=value for the function or the hf config; repeatable")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+Seed = Annotated[int, typer.Option(help="seed of the model, its inputs and the random plans")]
+Cluster = Annotated[str, typer.Option(help="a preset (cpu-gloo, dgx-a100-80, dgx-h100), a .yaml or .json file, detect")]
+Devices = Annotated[int | None, typer.Option(help="number of devices")]
+Strategy = Annotated[str | None, typer.Option(help="force one, like 'zero(3)' or 'ddp(2) * tensor(2)'")]
+Memory = Annotated[str | None, typer.Option(help="bytes a device may use, like 8GiB")]
+
+
+@contextmanager
+def working(what: str) -> Iterator[Any]:
+    """A spinner on standard error while something long runs; nothing where that is no terminal."""
+    with err.status(what) as status:
+        yield lambda text: status.update(f"{what}: {text}")
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    cluster: Cluster = "cpu-gloo",
+    devices: Devices = None,
+    hosts: Annotated[int | None, typer.Option(help="number of hosts of a preset")] = None,
+    settings: Set = [],  # noqa: B006
+    strategy: Strategy = None,
+    memory: Memory = None,
+    time_limit: Annotated[float, typer.Option(help="seconds for the solver")] = 60.0,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="write the plan as JSON to this file")] = None,
+    dump: Annotated[Path | None, typer.Option(help="write every intermediate graph and model to this folder")] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan MODEL for a cluster; no devices are needed."""
+    from autopar.dump import dump as write_dump
+    from autopar.planning import plan_target
+
+    target = Target.parse(model, parse_settings(settings), seed)
+    where = read_cluster(cluster, devices, hosts)
+    with working(f"planning {target} for {where.devices} devices") as progress:
+        made = plan_target(
+            target,
+            where,
+            strategy=read_strategy(strategy) if strategy else None,
+            memory_bytes=read_bytes(memory) if memory else None,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+        )
+        if dump is not None:
+            progress("writing the dump")
+            write_dump(made, dump)
+    if out is not None:
+        files.save(made.plan, out)
+    typer.echo(files.dumps(made.plan) if as_json else str(made.plan), nl=not as_json)
+    if dump is not None:
+        typer.echo(f"dump in {dump}: " + ", ".join(sorted(p.name for p in dump.iterdir())), err=True)
+
+
+@app.command("verify")
+def verify_command(
+    model: Model,
+    world: Annotated[int, typer.Option(min=1, help="number of ranks")] = 4,
+    families: Annotated[str, typer.Option(help="comma-separated; all that exist on this many ranks by default")] = "",
+    random: Annotated[int, typer.Option(min=0, help="also this many random legal plans")] = 0,
+    seed: Seed = 0,
+    settings: Set = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Train MODEL on real ranks under every plan family, and compare everything with one device."""
+    from autopar.verify.families import FAMILIES, names
+    from autopar.verify.run import Harness
+
+    wanted = [f.strip() for f in families.split(",") if f.strip()] if families else names(world)
+    if unknown := [f for f in wanted if f not in FAMILIES]:
+        raise typer.BadParameter(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    if impossible := [f for f in wanted if f not in names(world)]:
+        raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
+    target = Target.parse(model, parse_settings(settings), seed)
+    with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
+        report = harness.verify(target, world, wanted, random, seed, progress)
+    typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())
+    raise typer.Exit(report.exit_code)
+
+
+@app.command("run")
+def run_command(
+    model: Model,
+    world: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; one a device by default")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="training steps")] = 10,
+    lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
+    cluster: Cluster = "detect",
+    settings: Set = [],  # noqa: B006
+    strategy: Strategy = None,
+    memory: Memory = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train MODEL for some steps; starts torchrun unless it runs under it already."""
+    from autopar.training import Job, work
+
+    job = Job(model, tuple(settings), seed, steps, lr, cluster, strategy, memory, as_json)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        work(job)
+        return
+    ranks = world or read_cluster("detect", None, None).devices
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run([*command, "-m", "autopar.cli", *sys.argv[1:]], env={"OMP_NUM_THREADS": "1", **os.environ})
+    raise typer.Exit(1 if done.returncode else 0)

@@ -1,0 +1,79 @@
+"""The joint forward and backward graph of one training step, with every end of it labelled.
+
+In: what `capture` traced.  Out: the value every later room reads.  Next: `layout.py`.
+
+Every node of `Graph.fx` carries in `meta`
+    val     fake tensor (or tuple of them), on the device `cpu` whatever the cluster is made of
+    phase   "forward" or "backward"
+    module  path of the submodule it came from ("h.0.attn", "" for the root)
+    source  the user's line, "model.py:31, in GPT.forward: logits = self.head(x)" ("" where there is none)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder.
+
+    kind    "parameter" | "buffer" | "input" (a tensor leaf of the user's arguments) | "tangent" (the gradient that
+            comes in for one output) | "rng" (int64[2]: seed, step; what the random ops draw from)
+    name    of the first name for parameters and buffers; "args[0]['ids']"-like for inputs; the output's for tangents
+    names   every name of a tied parameter or buffer
+    trainable   a parameter that gets a gradient
+    """
+
+    node: str
+    kind: str
+    name: str
+    names: tuple[str, ...] = ()
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the graph.
+
+    kind    "loss" (the scalar that backward starts from) | "output" (any other tensor leaf) | "buffer" (new value of a
+            buffer) | "gradient" (of the parameter `name`) | "input_gradient" (of the input `name`)
+    node    name of the node that computes it, or None for a gradient that is always zero
+    """
+
+    kind: str
+    name: str
+    node: str | None
+
+
+@dataclass
+class Graph:
+    """A captured training step.
+
+    fx          placeholders in the order of `inputs`; one output node returning the tuple of `outputs`
+    in_tree     pytree spec of (args, kwargs); `constants` holds its non-tensor leaves by position
+    out_tree    pytree spec of what forward returned; `out_leaves` tells for each leaf either ("output", index into
+                `outputs`) or ("constant", value)
+    attributes  tensors that the graph reads with `get_attr` (constants lifted while tracing)
+    """
+
+    fx: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    in_tree: Any = None
+    out_tree: Any = None
+    out_leaves: tuple[tuple[str, Any], ...] = ()
+    constants: dict[int, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def node(self, name: str) -> fx.Node:
+        """The node called `name`."""
+        return self.nodes[name]
+
+    @property
+    def nodes(self) -> dict[str, fx.Node]:
+        """Every node by name, in the order they run."""
+        return {node.name: node for node in self.fx.nodes}

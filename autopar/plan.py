@@ -1,0 +1,56 @@
+"""What the planner chose: the mesh, how every op runs, how every parameter is kept, what that costs.
+
+In: nothing.  Out: `Plan`, the value that passes, text and files share.  Next: `planner/program.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from autopar.layout import Layout, Mesh
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter is kept.
+
+    level   ZeRO level. 0: as it is computed with. 1: optimizer state and stored parameter sharded, a compute copy kept,
+            gradients reduced when backward ends. 2: gradients reduce-scattered as they appear. 3: gathered before use
+    home    layout of the compute copy (levels 0-2); at level 3 the same as `stored`
+    stored  layout of the parameter, its gradient and its optimizer state
+    keep    level 3: keep the gathered copy from forward until its backward, rather than gather it again
+    """
+
+    level: int
+    home: Layout
+    stored: Layout
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete decision for one graph on one cluster.
+
+    ops         node name -> role of each mesh axis, in mesh order: the letter of the op's rule that it cuts, "" for
+                whole, "+" for all operands pending, "+0" for operand 0 pending
+    inputs      node name -> layout in which an input arrives (only those that are `Local`; others arrive whole)
+    parameters  first name -> how it is kept
+    costs       seconds and bytes that the planner predicts, by name
+    certificate objective, bound, gap, seconds of solving, what else was tried
+    """
+
+    mesh: Mesh
+    ops: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, ParameterPlan]
+    inputs: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}))
+    costs: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    certificate: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        from autopar.text import text
+
+        return text(self)

@@ -1,0 +1,292 @@
+"""Bytes alive at one point of a step, as a row of the integer programme.
+
+In: a `Programme`, a point in time.  Out: terms (variable, bytes) whose sum is what the emitted program holds there.
+Next: `search.py`, which adds such a row wherever an emitted program is over its budget.
+
+A point is (position of a unit, operand + j STEP): step j of the conversion of that operand is being made, or (position,
+RUNS): the unit runs. The source of an edge is alive until the edge's conversion is made or, where the
+layouts agree, until its target has run; a converted copy from its first reader's conversion to its last reader; what a view
+reads as long as the view is. Each of these "alive" is a maximum of sums of variables, so it gets a variable of its own
+that is at least each of them. What happens within one conversion of several steps is left out: the row is never too
+large, and the exact sweep of `cost/memory.py` has the last word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from autopar.layout import Layout, Step
+from autopar.planner.program import Programme, Sum, scopes
+from autopar.planner.units import Edge, State, Unit
+
+Time = tuple[float, float]
+Terms = dict[int, float]  # variable -> factor
+
+RUNS = 1e6
+AFTER = 2e6
+STEP = 1 / 64  # between the steps of one conversion
+END: Time = (math.inf, 0.0)
+
+
+@dataclass
+class Liveness:
+    """Rows of one programme; variables made for one point are shared by equal blocks."""
+
+    programme: Programme
+    optimizer_copies: float
+    forward_end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        units = self.programme.problem.units
+        backward = [u.index for u in units if u.kind == "op" and u.phase == "backward"]
+        self.forward_end = min(backward, default=len(units)) - 1
+
+    # --- what stays --------------------------------------------------------------------------------------------------
+
+    def persistent(self) -> tuple[Terms, float]:
+        """Bytes that every point has: terms of the parameters, and what no decision changes."""
+        problem, terms, constant = self.programme.problem, defaultdict[int, float](float), 0.0
+        trainable = {entry.node: entry.trainable for entry in problem.graph.inputs}
+        for unit in problem.units:
+            if unit.kind == "parameter":
+                for option, variables in zip(
+                    problem.options_of(unit), self.programme.option_sums(unit.shape), strict=True
+                ):
+                    stored = self.bytes(option.label.stored, unit.itemsizes[0])
+                    home = self.bytes(option.label.home, unit.itemsizes[0]) if option.label.level in (1, 2) else 0
+                    state = int(self.optimizer_copies * stored) if trainable[unit.name] else 0
+                    for v in variables:
+                        terms[v] += stored + home + state
+            elif unit.kind == "input" and unit.name in trainable:
+                constant += self.bytes(problem.options_of(unit)[0].outputs[0][0], unit.itemsizes[0])
+        constant += sum(t.numel() * t.dtype.itemsize for t in problem.graph.attributes.values())
+        return dict(terms), constant
+
+    def bytes(self, layout: Layout, itemsize: int) -> int:
+        return layout.local_numel(self.programme.problem.mesh) * itemsize
+
+    # --- one point ---------------------------------------------------------------------------------------------------
+
+    def at(self, time: Time) -> tuple[Terms, float]:
+        """Terms and constant of the row of a point."""
+        total, constant = self.persistent()
+        terms = defaultdict[int, float](float, total)
+        made: dict[Hashable, list[tuple[float, Terms]]] = {}
+        for unit in self.programme.problem.units:
+            if unit.index > time[0] and unit.kind == "op":
+                continue
+            for result in range(len(unit.itemsizes)):
+                key = (unit.shape, result, self.signature(unit, result, time))
+                if key not in made:
+                    made[key] = list(self.held(unit, result, time))
+                for size, alive in made[key]:
+                    for v, factor in alive.items():
+                        terms[v] += size * factor
+        return {v: f for v, f in terms.items() if f}, constant
+
+    def signature(self, unit: Unit, result: int, time: Time) -> Hashable:
+        """What the life of a value at a point depends on; equal for values in equal places of equal blocks."""
+        flags = self.programme.flags(unit.index, result)
+        found = []
+        for flag in flags:
+            scoped = scopes(self.readers(unit, result), self.programme.problem, flag)
+            for edges in scoped.values():
+                found.append((flag, tuple(sorted(self._edge_signature(e, time) for e in edges))))
+        here = time if unit.index == time[0] or any(e.target == time[0] for e in self.readers(unit, result)) else None
+        return here, tuple(sorted(found))
+
+    def _edge_signature(self, edge: Edge, time: Time) -> tuple[object, ...]:
+        target = self.programme.problem.units[edge.target]
+        deep = str(self.signature(target, 0, time)) if target.free and target.index < time[0] else ""
+        return edge.shape, self.converted(edge, "") < time, self.converted(edge, "") <= time, self.used(edge) >= time, deep
+
+    def held(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[float, Terms]]:
+        """(bytes, alive) of a value in every layout in which it may be alive at a point."""
+        itemsize = unit.itemsizes[result]
+        if unit.kind == "op" and not unit.free:
+            if unit.index == time[0]:
+                if time[1] >= RUNS:
+                    for state, variables in self.handed(unit, result).items():
+                        yield self.bytes(state[0], itemsize), dict.fromkeys(variables, 1.0)
+            else:
+                for state, alive in self.source(unit, result, time).items():
+                    yield self.bytes(state[0], itemsize), alive
+        for (layout, _), alive in self.copies(unit, result, time).items():
+            yield self.bytes(layout, itemsize), alive
+        yield from self.passing(unit, result, time)
+
+    def passing(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[float, Terms]]:
+        """(bytes, alive) of what lies between the ends of a conversion of several steps, while it is made."""
+        itemsize = unit.itemsizes[result]
+        for edge in self.readers(unit, result):
+            scoped = [e for e in self.readers(unit, result) if e is not edge and self.converted(e, "") < self.converted(edge, "")]
+            for (here, there), variables in self.programme.flow[edge.shape].items():
+                start = self.converted(edge, there[1])
+                lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
+                if start[0] != time[0] or scoped or len(lasting) < 2:
+                    continue
+                step = round((time[1] - start[1]) / STEP)
+                if 0 <= step < len(lasting):
+                    between = ([lasting[step - 1].after] if step else []) + [lasting[step].after] * (step + 1 < len(lasting))
+                    yield sum(self.bytes(layout, itemsize) for layout in between), dict.fromkeys(variables, 1.0)
+
+    # --- times -------------------------------------------------------------------------------------------------------
+
+    def converted(self, edge: Edge, flag: str) -> Time:
+        """When an edge's conversion begins."""
+        target = self.programme.problem.units[edge.target]
+        if target.kind == "op":
+            return edge.target, edge.operand
+        if target.kind == "parameter":
+            return END if flag == "end" else (edge.source, AFTER)
+        if target.phase == "backward":
+            return END
+        return self.forward_end, AFTER + edge.target
+
+    def used(self, edge: Edge) -> Time:
+        """When an edge's target has run; what leaves the program is used for ever."""
+        target = self.programme.problem.units[edge.target]
+        return (edge.target, RUNS) if target.kind == "op" else (math.inf, math.inf)
+
+    # --- lives -------------------------------------------------------------------------------------------------------
+
+    def readers(self, unit: Unit, result: int) -> list[Edge]:
+        return self.programme.problem.readers.get((unit.index, result), [])
+
+    def handed(self, unit: Unit, result: int) -> dict[State, Sum]:
+        """Per layout in which a value is made, the variables that say so."""
+        found: dict[State, Sum] = {}
+        problem = self.programme.problem
+        for option, variables in zip(problem.options_of(unit), self.programme.option_sums(unit.shape), strict=True):
+            if variables:
+                found[option.outputs[result]] = found.get(option.outputs[result], ()) + variables
+        return found
+
+    def source(self, unit: Unit, result: int, time: Time) -> dict[State, Terms]:
+        """Whether a value as it was made is alive at a point, per layout in which it may have been made."""
+        out = {}
+        for state, whole in self.handed(unit, result).items():
+            found: list[Terms] = []
+            for edges in scopes(self.readers(unit, result), self.programme.problem, state[1]).values():
+                for edge in edges:
+                    found += self._needs(edge, edges, state, time)
+            certain = dict.fromkeys(whole, 1.0)
+            alive = certain if certain in found else self.maximum(found)
+            if alive:
+                out[state] = alive
+        return out
+
+    def _needs(self, edge: Edge, edges: list[Edge], state: State, time: Time) -> list[Terms]:
+        """Reasons of one edge for the source to be alive."""
+        steady, moving = Terms(), defaultdict[Step, Terms](Terms)
+        out = []
+        for (here, there), variables in self.programme.flow[edge.shape].items():
+            if here != state:
+                continue
+            path = self.programme.path(here, there) or ()
+            lasting = [s for s in path if s.kind != "slice"]
+            if not lasting:
+                if self.used(edge) >= time:
+                    steady |= dict.fromkeys(variables, 1.0)
+                else:
+                    out += self._through_view(edge, here, there, time)
+            elif self.converted(edge, there[1]) >= time:
+                moving[path[0]] |= dict.fromkeys(variables, 1.0)
+        earlier = [e for e in edges if self.converted(e, "") < time]
+        if not earlier:
+            out.append({**steady, **{v: f for terms in moving.values() for v, f in terms.items()}})
+            return [terms for terms in out if terms]
+        out.append(steady)
+        for first, terms in moving.items():
+            done = Terms()
+            for e in earlier:
+                for (here, there), variables in self.programme.flow[e.shape].items():
+                    if here == state and (self.programme.path(here, there) or (None,))[0] == first:
+                        for v in variables:
+                            done[v] = done.get(v, 0.0) - 1.0
+            out.append(summed(terms, done))
+        return [terms for terms in out if terms]
+
+    def _through_view(self, edge: Edge, here: State, there: State, time: Time) -> list[Terms]:
+        """A view that has run keeps what it read alive as long as it lives itself."""
+        target = self.programme.problem.units[edge.target]
+        if not target.free:
+            return []
+        options = self.programme.problem.options_of(target)
+        results = {o.outputs[0] for o in options if o.inputs[edge.operand] == there}
+        alive = self.source(target, 0, time)
+        others = Terms()
+        for (p, t), variables in self.programme.flow[edge.shape].items():
+            if t == there and p != here:
+                for v in variables:
+                    others[v] = others.get(v, 0.0) - 1.0
+        return [summed(alive[r], others) for r in results if r in alive]
+
+    def copies(self, unit: Unit, result: int, time: Time) -> dict[tuple[Layout, Hashable], Terms]:
+        """Whether a converted copy of a value is alive at a point, per layout and scope."""
+        out: dict[tuple[Layout, Hashable], Terms] = {}
+        for flag in self.programme.flags(unit.index, result):
+            for scope, edges in scopes(self.readers(unit, result), self.programme.problem, flag).items():
+                reasons: dict[Layout, list[Terms]] = defaultdict(list)
+                before: dict[Layout, list[Terms]] = defaultdict(list)
+                after: dict[Layout, list[Terms]] = defaultdict(list)
+                for edge in edges:
+                    for layout, (made, needed) in self._copy_uses(edge, flag, time).items():
+                        reasons[layout] += [needed] if made and needed else []
+                        before[layout] += [made] if made and made != needed else []
+                        after[layout] += [needed] if needed and not made else []
+                for layout in {**reasons, **before}:
+                    both = [summed(b, a, constant=-1.0) for b in before[layout] for a in after[layout]]
+                    alive = self.maximum([*reasons[layout], *both])
+                    if alive:
+                        out[layout, (flag, scope)] = alive
+        return out
+
+    def _copy_uses(self, edge: Edge, flag: str, time: Time) -> dict[Layout, tuple[Terms, Terms]]:
+        """Per copied layout: whether the edge has made it by then, and whether it still needs it."""
+        out: dict[Layout, tuple[Terms, Terms]] = {}
+        for (here, there), variables in self.programme.flow[edge.shape].items():
+            lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
+            if here[1] != flag or not lasting:
+                continue
+            made, needed = out.setdefault(lasting[-1].after, ({}, {}))
+            terms = dict.fromkeys(variables, 1.0)
+            start = self.converted(edge, there[1])
+            if (start[0], start[1] + (len(lasting) - 1) * STEP) <= time:
+                made |= terms
+            if self.used(edge) >= time:
+                needed |= terms
+            else:
+                for reason in self._through_view(edge, here, there, time):
+                    needed |= reason
+        return out
+
+    def maximum(self, found: list[Terms]) -> Terms:
+        """A sum that is at least each of some sums and, where memory counts, no more."""
+        distinct = [terms for i, terms in enumerate(found) if terms and terms not in found[:i]]
+        if not distinct:
+            return {}
+        if len(distinct) == 1 and all(f > 0 for f in distinct[0].values()):
+            return distinct[0]
+        alive = self.programme.model.variable()
+        for terms in distinct:
+            constant = terms.get(CONSTANT, 0.0)
+            rest = [(v, -f) for v, f in terms.items() if v != CONSTANT]
+            self.programme.model.row([(alive, 1.0), *rest], constant)
+        return {alive: 1.0}
+
+
+CONSTANT = -1
+
+
+def summed(*parts: Terms, constant: float = 0.0) -> Terms:
+    out: dict[int, float] = {}
+    for terms in parts:
+        for v, f in terms.items():
+            out[v] = out.get(v, 0.0) + f
+    if constant:
+        out[CONSTANT] = out.get(CONSTANT, 0.0) + constant
+    return out

@@ -1,0 +1,133 @@
+"""The search around the integer programme: over meshes, and over points in time at which memory is watched.
+
+In: a graph, a cluster, a budget, a strategy.  Out: the best `Plan`, and why every other lost.  Next: `program.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from autopar.axes import Axes, analyse
+from autopar.cluster import ClusterSpec
+from autopar.cost.memory import memory, state_copies
+from autopar.cost.price import price
+from autopar.errors import NoPlan
+from autopar.graph import Graph
+from autopar.layout import Layout, Mesh
+from autopar.passes import emit
+from autopar.plan import ParameterPlan, Plan
+from autopar.planner.program import Programme
+from autopar.planner.solver import Solution
+from autopar.planner.units import FREE, Problem, input_layout, problem
+from autopar.planner.watch import Watch
+
+NAMES = ("data", "model")
+
+
+def meshes(devices: int, axes: int = 2) -> list[Mesh]:
+    """Every mesh of up to two axes; one axis of all devices first."""
+    found = [Mesh(NAMES[:1], (devices,))]
+    if axes > 1:
+        found += [Mesh(NAMES, (devices // n, n)) for n in range(2, devices) if devices % n == 0]
+    return found
+
+
+def plan(
+    graph: Graph,
+    cluster: ClusterSpec,
+    *,
+    mesh: Mesh | None = None,
+    strategy: Any = None,
+    memory_bytes: float | None = None,
+    optimizer: Any = "AdamW",
+    time_limit: float = 60,
+    seed: int = 0,
+    axes: Axes | None = None,
+    local: Iterable[str] = (),
+    fold: bool = True,
+    stored: Mapping[str, ParameterPlan] | None = None,
+) -> Plan:
+    """The fastest plan that fits.
+
+    graph         as `passes.copy_views` leaves it
+    mesh          plan on this mesh only; otherwise on every factorisation of the devices into one or two axes
+    strategy      from `autopar.strategies`
+    memory_bytes  budget of one device; by default the cluster's
+    optimizer     its class, name, or the number of parameter-sized tensors in its state
+    local         names of input nodes that arrive cut along dim 0
+    stored        parameters that are kept in a given way already (by first name); needs their mesh
+    stored        parameters that are kept in one way already (another program of the same module decided so)
+
+    Raises NoPlan if nothing fits, UnsupportedError if the strategy cannot be followed.
+    """
+    axes = analyse(graph) if axes is None else axes
+    budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    found, certificate = None, []
+    candidates = [mesh] if mesh is not None else meshes(cluster.devices)
+    if strategy is not None:
+        candidates = [strategy.mesh(cluster.devices)] if mesh is None else [mesh]
+    started = time.monotonic()
+    for candidate in candidates:
+        restriction = FREE if strategy is None else strategy.restriction(graph, axes, candidate)
+        restriction = replace(restriction, stored=MappingProxyType(dict(stored or {})))
+        restriction = replace(restriction, stored=stored or {})
+        made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
+        left = max(1.0, time_limit - (time.monotonic() - started))
+        one = solve(made, budget, optimizer, left, seed, frozenset(local))
+        certificate.append({"mesh": str(candidate), "step_s": one.costs["step_s"], **one.certificate})
+        if found is None or one.costs["step_s"] < found.costs["step_s"] * (1 - 1e-9):
+            found = one
+    assert found is not None
+    total = {"seconds": time.monotonic() - started, "tried": certificate}
+    return replace(found, certificate=MappingProxyType({**found.certificate, **total}))
+
+
+def solve(
+    made: Problem, budget: float, optimizer: Any, time_limit: float, seed: int, local: frozenset[str]
+) -> Plan:
+    """The fastest plan on one mesh that fits."""
+    programme = Programme(made)
+    watch = Watch(programme, state_copies(optimizer), budget)
+    started, rounds = time.monotonic(), 0
+    while True:
+        left = max(1.0, time_limit - (time.monotonic() - started))
+        solution = programme.model.minimise(left, seed)
+        if not solution.found:
+            raise NoPlan(f"no plan found on {made.mesh}")
+        plan = decision(programme, solution, local)
+        program = emit(made.graph, made.axes, plan)
+        held = memory(program, optimizer)
+        if held.peak <= budget:
+            break
+        rounds += 1
+        watch.add(program, held, programme.picked(solution))
+    paid = price(program, made.graph, made.axes, made.cluster)
+    costs = {**paid, "peak_bytes": float(held.peak), "budget_bytes": float(budget)}
+    costs |= {f"{kind}_bytes": float(n) for kind, n in held.persistent.items()}
+    certificate = {
+        "objective_s": solution.objective, "bound_s": solution.bound, "gap": solution.gap, "rounds": rounds,
+        "solve_s": solution.seconds, "variables": programme.model.size, "rows": programme.model.rows,
+    }  # fmt: skip
+    return replace(plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
+
+
+def decision(programme: Programme, solution: Solution, local: frozenset[str]) -> Plan:
+    """The plan that a solution stands for."""
+    made = programme.problem
+    picked = programme.picked(solution)
+    ops: dict[str, tuple[str, ...]] = {}
+    parameters: dict[str, ParameterPlan] = {}
+    entries = {entry.node: entry.name for entry in made.graph.inputs}
+    for unit in made.units:
+        label = made.options_of(unit)[picked[unit.shape]].label
+        if unit.kind == "op":
+            ops[unit.name] = label
+        elif unit.kind == "parameter":
+            parameters[entries[unit.name]] = label
+    inputs: Mapping[str, Layout] = {name: input_layout(made.axes, made.mesh, name, True) for name in sorted(local)}
+    return Plan(made.mesh, MappingProxyType(ops), MappingProxyType(parameters), MappingProxyType(dict(inputs)))
+

@@ -1,0 +1,114 @@
+"""Which points of a step the programme watches.
+
+In: an emitted program that is over its budget.  Out: rows in the programme that rule it out.  Next: `liveness.py`.
+
+A row of a point bounds what every decision holds there. Where an emitted program is over the budget at a point that has its
+row already (the row leaves out the insides of conversions and subgraphs), a small programme forbids that one decision, and
+a large one lowers the bound of the row by what it left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.cost.memory import Memory, Point
+from autopar.planner.liveness import AFTER, CONSTANT, RUNS, STEP, Liveness, Time
+from autopar.planner.program import Programme
+from autopar.program import Program
+from autopar.rules.core import operands
+
+SMALL = 5000  # variables
+POINTS = 3  # rows a round
+
+
+@dataclass
+class Watch:
+    """Rows of points, added one round at a time."""
+
+    programme: Programme
+    optimizer_copies: float
+    budget: float
+    rows: dict[Time, int] = field(default_factory=dict)
+    constants: dict[Time, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.liveness = Liveness(self.programme, self.optimizer_copies)
+        self.units = {u.name: u for u in self.programme.problem.units}
+        self.scale = max(self.budget, 1.0) / 1e3
+
+    def add(self, program: Program, held: Memory, picked: dict[int, int]) -> None:
+        """Rule out a decision whose program is over the budget."""
+        over = held.peak - self.budget
+        limit = self.budget - sum(held.persistent.values())
+        fresh = False
+        for point in worst(held, limit):
+            when = self.when(program, point)
+            if when not in self.rows:
+                self.rows[when] = self.row(when)
+                fresh = True
+        if fresh:
+            return
+        worst_row = self.rows[self.when(program, worst(held, limit)[0])]
+        model = self.programme.model
+        if model.size < SMALL:
+            taken = [v for c, o in picked.items() for v in self.programme.option_sums(c)[o]]
+            model.row([(v, 1.0) for v in dict.fromkeys(taken)], upper=len(dict.fromkeys(taken)) - 1)
+        else:
+            model.row_upper[worst_row] -= over / self.scale
+
+    def row(self, when: Time) -> int:
+        terms, constant = self.liveness.at(when)
+        constant += terms.pop(CONSTANT, 0.0)
+        upper = (self.budget - constant) / self.scale
+        return self.programme.model.row([(v, f / self.scale) for v, f in terms.items()], upper=upper)
+
+    def when(self, program: Program, point: Point) -> Time:
+        """The point of the programme at which a node of the emitted program runs."""
+        graph = program.forward if point.phase == "forward" else program.backward
+        node = next(n for n in graph.nodes if n.name == point.node and n.op == "call_function")
+        if "step" not in node.meta or node.meta.get("origin") in self.units:
+            return self.units[origin(node)].index, RUNS
+        return self._conversion(node)
+
+    def _conversion(self, node: fx.Node) -> Time:
+        before, after = node, node
+        step = 0
+        while "step" in before.args[0].meta:  # type: ignore[union-attr]
+            before = before.args[0]  # type: ignore[assignment]
+            step += before.meta["step"].kind != "slice"
+        while True:
+            readers = [u for u in after.users if u.op == "call_function"]
+            if not readers:
+                source = before.args[0]
+                assert isinstance(source, fx.Node)
+                if node.meta["phase"] == "forward":
+                    return self.liveness.forward_end, AFTER + step * STEP
+                index = self.units[origin(source)].index if origin(source) in self.units else 0
+                return index, AFTER + step * STEP
+            if "step" not in readers[0].meta:
+                reader = readers[0]
+                unit = self.units[origin(reader)]
+                place = [o for o in operands(reader)].index(after) if after in operands(reader) else 0
+                return unit.index, place + step * STEP
+            after = readers[0]
+
+
+def origin(node: fx.Node) -> str:
+    """The op of the captured graph that a node was emitted for; of a getitem, the op it picks from."""
+    while node.target is not None and getattr(node.target, "__name__", "") == "getitem":
+        node = node.args[0]  # type: ignore[assignment]
+    return str(node.meta.get("origin", node.name))
+
+
+def worst(held: Memory, limit: float) -> list[Point]:
+    """The points furthest over a limit, the worst first, at most one of a run of neighbours."""
+    over = sorted(
+        (i for i, p in enumerate(held.timeline) if p.bytes > limit), key=lambda i: (-held.timeline[i].bytes, i)
+    )
+    found: list[int] = []
+    for i in over:
+        if all(abs(i - j) > 8 for j in found):
+            found.append(i)
+    return [held.timeline[i] for i in found[:POINTS]]

@@ -1,0 +1,49 @@
+"""From a MODEL on the command line to a plan and everything that led to it.
+
+In: a target, a cluster, options.  Out: `Made`.  Next: `dump.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import _torch
+from autopar.api import Compiler
+from autopar.axes import Axes
+from autopar.cluster import ClusterSpec
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.verify.target import Target
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan with what it was made from."""
+
+    graph: Graph
+    axes: Axes
+    plan: Plan
+    cluster: ClusterSpec
+
+
+def plan_target(
+    target: Target,
+    cluster: ClusterSpec,
+    *,
+    strategy: Any = None,
+    memory_bytes: float | None = None,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Made:
+    """Capture and plan on fake tensors: nothing is allocated."""
+    compiler = Compiler(cluster, strategy=strategy, memory_bytes=memory_bytes, time_limit=time_limit, seed=seed)
+    progress("capturing")
+    with _torch.fake_mode():
+        built = target.build()
+    graph = compiler.graph(built.model, built.args, built.kwargs)
+    progress(f"planning {len(graph.fx.nodes)} operations")
+    plan = compiler.made(graph, frozenset(), None)
+    return Made(graph, compiler.axes(graph), plan, cluster)

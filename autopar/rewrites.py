@@ -1,0 +1,189 @@
+"""Rewrites of ops that compute, and of tensors made from nothing.
+
+In: a `Builder`, the old node, its new arguments.  Out: sums and counts instead of means, products and sums instead of
+`addmm`, `full` and `arange` instead of other factories.  Next: `rewrites_views.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autopar.build import Builder, aten, dtype_of, shape_of
+from autopar.rewrite_table import GETITEM, out_shape, rewrite
+
+# ---- nothing -------------------------------------------------------------------------------------------------------
+
+
+@rewrite(
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+)
+def nothing(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
+    return x
+
+
+@rewrite(aten._to_copy.default)
+def cast(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
+    return build.cast(x, dtype_of(node))
+
+
+@rewrite(aten.copy.default)
+def copy(build: Builder, node: fx.Node, x: Any, source: Any, non_blocking: bool = False) -> Any:
+    return build.expand(build.cast(source, dtype_of(node)), out_shape(node))
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def dims_of(x: Any, dims: Any) -> list[int]:
+    """Dims of a reduction as plain numbers; none given means all."""
+    n = len(shape_of(x))
+    if isinstance(dims, int):
+        dims = [dims]
+    return sorted(d % n for d in dims) if dims else list(range(n))
+
+
+def total(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool) -> Any:
+    """A sum over dims, in the dtype of the old node."""
+    over = [d for d in dims_of(x, dims) if shape_of(x)[d] != 1]
+    kept = [1 if d in dims_of(x, dims) else s for d, s in enumerate(shape_of(x))]
+    shape = kept if keepdim else [s for d, s in enumerate(shape_of(x)) if d not in dims_of(x, dims)]
+    x = build.cast(x, dtype_of(node))
+    if not over:
+        return build.view(x, shape)
+    return build.view(build.call(aten.sum.dim_IntList, x, over, False), shape)
+
+
+@rewrite(aten.sum.dim_IntList)
+def sum_dims(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool = False, **_: Any) -> Any:
+    return total(build, node, x, dims, keepdim)
+
+
+@rewrite(aten.sum.default)
+def sum_all(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
+    return total(build, node, x, None, False)
+
+
+@rewrite(aten.mean.dim)
+def mean_dims(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool = False, **_: Any) -> Any:
+    count = math.prod(shape_of(x)[d] for d in dims_of(x, dims))
+    return build.call(aten.div.Tensor, total(build, node, x, dims, keepdim), count)
+
+
+@rewrite(aten.mean.default)
+def mean_all(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
+    return mean_dims(build, node, x, None)
+
+
+# ---- contractions ----------------------------------------------------------------------------------------------------
+
+
+def scaled(build: Builder, x: Any, factor: Any) -> Any:
+    return x if factor == 1 else build.call(aten.mul.Tensor, x, factor)
+
+
+@rewrite(aten.addmm.default)
+def addmm(build: Builder, node: fx.Node, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    product = scaled(build, build.call(aten.mm.default, a, b), alpha)
+    return product if beta == 0 else build.call(aten.add.Tensor, product, scaled(build, bias, beta))
+
+
+SCALARS: dict[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+
+
+@rewrite(*SCALARS)
+def scalar_operand(build: Builder, node: fx.Node, *args: Any) -> Any:
+    return build.call(SCALARS[node.target], *args)
+
+
+@rewrite(aten.pow.Tensor_Scalar)
+def power(build: Builder, node: fx.Node, x: Any, exponent: Any) -> Any:
+    return x if exponent == 1 and dtype_of(node) == dtype_of(x) else None
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+SUM = 2  # torch's number for reduction="sum"
+MEAN = 1
+
+
+@rewrite(aten.nll_loss_forward.default)
+def nll(build: Builder, node: fx.Node, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    """The mean is a sum of losses divided by a count (or sum of weights) of the labels that are not ignored."""
+    if reduction == 0:
+        return None
+    old = node.meta["val"][1].dtype
+    both = build.call(aten.nll_loss_forward.default, x, target, weight, SUM, ignore)
+    summed = build.call(GETITEM, both, 0)
+    if weight is None:
+        valid = build.call(aten.ne.Scalar, target, ignore)
+        over = list(range(len(shape_of(target))))
+        count = build.call(aten.sum.dim_IntList, valid, over, False) if over else build.cast(valid, torch.int64)
+        count = build.cast(count, old)
+    else:
+        count = build.call(GETITEM, both, 1)
+    return (build.call(aten.div.Tensor, summed, count) if reduction == MEAN else summed), count
+
+
+@rewrite(aten.nll_loss_backward.default)
+def nll_backward(
+    build: Builder, node: fx.Node, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, count: Any
+) -> Any:
+    if reduction == 0:
+        return None
+    if reduction == MEAN:
+        grad = build.call(aten.div.Tensor, grad, count)
+    return build.call(aten.nll_loss_backward.default, grad, x, target, weight, SUM, ignore, count)
+
+
+# ---- factories -------------------------------------------------------------------------------------------------------
+
+
+@rewrite(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
+def full(build: Builder, node: fx.Node, _: Any, value: Any, *__: Any, **___: Any) -> Any:
+    return build.full(out_shape(node), value, dtype_of(node))
+
+
+@rewrite(aten.scalar_tensor.default)
+def scalar(build: Builder, node: fx.Node, value: Any, **_: Any) -> Any:
+    return build.full((), value, dtype_of(node))
+
+
+@rewrite(
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.zero.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+)
+def zeros(build: Builder, node: fx.Node, *_: Any, **__: Any) -> Any:
+    return build.full(out_shape(node), 0, dtype_of(node))
+
+
+@rewrite(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(build: Builder, node: fx.Node, *_: Any, **__: Any) -> Any:
+    return build.full(out_shape(node), 1, dtype_of(node))
+
+
+@rewrite(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(build: Builder, node: fx.Node, *args: Any, **_: Any) -> Any:
+    first, last, step = (0, *args, 1)[-3:] if len(args) < 3 else args
+    kwargs = {"dtype": dtype_of(node), "device": torch.device("cpu")}
+    return build.call(aten.arange.start_step, first, last, step, **kwargs)

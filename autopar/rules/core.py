@@ -1,0 +1,216 @@
+"""What a rule is: one line that tells how an op's operands and results share letters.
+
+In: the text of a rule and a node.  Out: an `Instance`, the rule with this node's sizes.  Next: `matmul.py`, then `axes.py`.
+
+    rule(aten.mm.default, "m k, k n -> m n", flops="2 m k n", linear="each")
+
+Left of the arrow one entry per tensor argument of the op (of its schema, in order; one that is None at a node drops out),
+right of it one per result. Entries are letters, one per dim; `...` stands for any number of leading dims, aligned from the
+right as in broadcasting; `1` for a dim of size 1 and `(a b)` for a dim that is a product. A dim of size 1 never carries a
+letter. A letter that is missing on the right was summed over, so cutting it leaves a pending sum.
+
+Keywords
+    whole   letters that must not be cut
+    linear  how a pending sum passes: "each" operand alone, the others whole (products); "all" operands together (sums);
+            or operand numbers: "0 1" for each alone, "1+2" for two together
+    kinds   letter -> "max" | "min" where the missing letter was not summed over
+    flops   "2 m k n": a number and letters, floating-point operations of the whole op
+    shape   position of the argument that holds the result's sizes; made a device's own when the program is bound
+    local   letter(s) -> function that emits a small subgraph when such a letter is cut (see `local.py`)
+    bind    function that rewrites a node's arguments for one device (see `passes/bind.py`)
+    positional  letters along which a device's piece must be one run of the whole dim, because its place counts
+    sizes   letters whose size no single dim shows
+    names   letter -> name of the axis, for printing and for strategies ("h": "heads")
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import RuleError
+from autopar.rules.local import Local
+
+Dims = tuple[tuple[str, ...], ...]  # of one tensor: the letters of every dim, major first
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A rule at one node.
+
+    inputs, outputs   per tensor, per dim: letters; operands in the order of `operands(node)`
+    groups            views only: (operand dims, result dims) whose flattened orders agree; their letters come with the
+                      factor analysis
+    sizes             letter -> size
+    linear            sets of operands through which a pending sum passes, the other operands whole
+    flops             (number, letters): floating-point operations of the whole op
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    flops: tuple[float, tuple[str, ...]] | None = None
+    groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    local: Mapping[str, Local] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    positional: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule of one op: how to make an `Instance`, and what emission needs."""
+
+    make: Callable[[fx.Node], Instance]
+    text: str
+    shape: int | None = None
+    bind: Callable[..., Any] | None = None
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(op: Any, spec: str, *, shape: int | None = None, bind: Callable[..., Any] | None = None, **keywords: Any) -> None:
+    """Register the rule of `op` (an overload or a list of them); see the module docstring."""
+    for one in op if isinstance(op, (list, tuple)) else (op,):
+        RULES[one] = Rule(lambda node: instantiate(node, spec, **keywords), spec, shape, bind)
+
+
+def computed(
+    op: Any, text: str, *, shape: int | None = None, bind: Callable[..., Any] | None = None
+) -> Callable[[Callable[[fx.Node], Instance]], Callable[[fx.Node], Instance]]:
+    """Register a function node -> Instance as the rule of `op`, for ops whose letters depend on arguments."""
+
+    def register(make: Callable[[fx.Node], Instance]) -> Callable[[fx.Node], Instance]:
+        for one in op if isinstance(op, (list, tuple)) else (op,):
+            RULES[one] = Rule(make, text, shape, bind)
+        return make
+
+    return register
+
+
+# --- tensors of a node ------------------------------------------------------------------------------------------------
+
+
+def slots(node: fx.Node) -> list[Any]:
+    """What stands in every tensor argument of the op's schema: a node, a list of nodes, a number, or None."""
+    schema = node.target._schema
+    out = []
+    for position, argument in enumerate(schema.arguments):
+        if "Tensor" not in str(argument.type):
+            continue
+        if position < len(node.args) and not argument.kwarg_only:
+            out.append(node.args[position])
+        else:
+            out.append(node.kwargs.get(argument.name))
+    return out
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Every tensor that the node reads, in schema order."""
+    if not hasattr(node.target, "_schema"):
+        return list(node.all_input_nodes)
+    out: list[fx.Node] = []
+    for slot in slots(node):
+        entries = slot if isinstance(slot, (list, tuple)) else [slot]
+        out += [entry for entry in entries if isinstance(entry, fx.Node)]
+    return out
+
+
+def results(node: fx.Node) -> list[torch.Tensor | None]:
+    """Fake tensors of what the node computes; an op that was told to leave one out has None there."""
+    value = node.meta["val"]
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# --- from text to an instance -----------------------------------------------------------------------------------------
+
+ENTRY = re.compile(r"\.\.\.|\([^)]*\)|\S+")
+
+
+def parse(entry: str, shape: tuple[int, ...], what: str) -> Iterator[tuple[str, ...]]:
+    """Letters of every dim of one tensor; `...` becomes `.0`, `.1`, ... counted from the right."""
+    parts = ENTRY.findall(entry)
+    rest = len(shape) - len([p for p in parts if p != "..."])
+    if rest < 0 or (rest and "..." not in parts):
+        raise RuleError(f"rule entry `{entry}` does not fit a tensor of shape {list(shape)} in {what}")
+    for part in parts:
+        if part == "...":
+            yield from ((f".{i}",) for i in reversed(range(rest)))
+        else:
+            yield tuple(part.strip("()").split())
+
+
+def instantiate(
+    node: fx.Node,
+    spec: str,
+    *,
+    whole: str = "",
+    linear: str | None = None,
+    kinds: Mapping[str, str] | None = None,
+    flops: str | None = None,
+    local: Mapping[str, Local] | None = None,
+    names: Mapping[str, str] | None = None,
+    positional: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> Instance:
+    """The rule `spec` with the sizes of `node`."""
+    left, right = spec.split("->")
+    entries, tensors = [], []
+    given = slots(node)
+    for entry, slot in zip(left.split(","), given, strict=False):
+        if isinstance(slot, fx.Node):
+            entries.append(entry)
+            tensors.append(slot.meta["val"])
+    found: dict[str, int] = dict(sizes or {})
+
+    def read(entry: str, tensor: torch.Tensor) -> Dims:
+        dims = []
+        for letters, size in zip(parse(entry, tuple(tensor.shape), node.name), tensor.shape, strict=True):
+            kept = () if letters == ("1",) or size == 1 else tuple(x for x in letters if found.get(x) != 1)
+            for letter in kept:
+                if len(letters) == 1 and found.setdefault(letter, size) != size:
+                    raise RuleError(f"letter {letter} of `{spec}` is {found[letter]} and {size} at {node.name}")
+            if kept and math.prod(found[x] for x in kept) != size:
+                raise RuleError(f"({' '.join(kept)}) of `{spec}` does not make {size} at {node.name}")
+            dims.append(kept)
+        return tuple(dims)
+
+    # plain letters first, so that products find the sizes of their parts
+    order = sorted(range(len(entries)), key=lambda i: "(" in entries[i])
+    inputs: list[Dims] = [()] * len(entries)
+    for i in order:
+        inputs[i] = read(entries[i], tensors[i])
+    outputs = tuple(read(e, t) if t is not None else () for e, t in zip(right.split(","), results(node), strict=False))
+    passing: tuple[frozenset[int], ...] = ()
+    complete = all(isinstance(slot, fx.Node) for slot in given)
+    if linear == "all":
+        passing = (frozenset(range(len(inputs))),) if complete else ()
+    elif linear == "each":
+        passing = tuple(frozenset([i]) for i in range(len(inputs)))
+    elif linear:
+        passing = tuple(frozenset(int(i) for i in together.split("+")) for together in linear.split())
+    work = None
+    if flops:
+        number, *letters = flops.split()
+        work = (float(number), tuple(x for x in letters if found.get(x, 1) != 1))
+    return Instance(
+        tuple(inputs),
+        outputs,
+        found,
+        frozenset(whole.split()),
+        passing,
+        dict(kinds or {}),
+        work,
+        local=dict(local or {}),
+        names=dict(names or {}),
+        positional=frozenset(positional.split()),
+    )

@@ -1,0 +1,49 @@
+"""Ops that work on every element by itself, with broadcasting.
+
+In: nothing.  Out: rows of the rule table; any other op that torch tags as pointwise gets the plain row from `lookup`.
+Next: `reductions.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, ops
+
+from autopar.rules.core import Instance, computed, instantiate, rule, slots
+
+aten = ops.aten
+
+PLAIN = "..., ..., ..., ... -> ..."
+
+rule([aten.add.Tensor, aten.sub.Tensor], "..., ... -> ...", linear="all")
+rule(aten.mul.Tensor, "..., ... -> ...", linear="each")
+rule(aten.mul.Scalar, "... -> ...", linear="each")
+rule(aten.div.Tensor, "..., ... -> ...", linear="0")
+rule(aten.div.Scalar, "... -> ...", linear="each")
+rule([aten.neg.default, aten.clone.default, aten.alias.default, aten.detach.default], "... -> ...", linear="each")
+rule(aten.where.self, "..., ..., ... -> ...", linear="1+2")
+rule([aten.where.ScalarOther, aten.where.ScalarSelf], "..., ... -> ...")
+rule(aten.where.Scalar, "... -> ...")
+rule([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default], "... -> ...")
+rule(aten.copy.default, "..., ... -> ...", linear="1")
+# the backward of these is linear in the gradient that comes in, operand 0
+rule([aten.gelu_backward.default, aten.silu_backward.default, aten.sigmoid_backward.default], "..., ... -> ...", linear="0")
+rule([aten.tanh_backward.default, aten.threshold_backward.default], "..., ... -> ...", linear="0")
+
+
+@computed([aten._to_copy.default, ops.prims.convert_element_type.default], "... -> ...")
+def cast(node: fx.Node) -> Instance:
+    """A cast passes a pending sum on only between floating-point types that lose nothing."""
+    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    keeps = source.is_floating_point and result.is_floating_point and torch.finfo(result).bits >= torch.finfo(source).bits
+    return instantiate(node, "... -> ...", linear="each" if keeps else None)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch itself tags the op as pointwise and each result has the broadcast shape of the operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def pointwise(node: fx.Node) -> Instance:
+    """The plain row for an op tagged as pointwise."""
+    return instantiate(node, ", ".join("..." for _ in slots(node)) + " -> ...")

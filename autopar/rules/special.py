@@ -1,0 +1,83 @@
+"""The loss as a sum over labels, random numbers, attention.
+
+In: nothing.  Out: rows of the rule table.  Next: `table.py`.
+"""
+
+import torch
+from torch import fx, ops
+
+import autopar.attention
+import autopar.random  # noqa: F401  (they define the ops)
+from autopar.rules import bind, local
+from autopar.rules.core import Instance, computed, instantiate, operands, rule
+
+aten = ops.aten
+
+MEAN = 1  # torch's number for reduction="mean"
+
+
+def _rows(node: fx.Node, operand: int) -> str:
+    """Letters of the dims in front of the classes."""
+    return "n" if operands(node)[operand].meta["val"].dim() == 2 else ""
+
+
+@computed(aten.nll_loss_forward.default, "n v, n, v -> n, 1")
+def nll(node: fx.Node) -> Instance:
+    """Summed or by row; a mean is not a sum of parts, so its rows stay whole."""
+    n, reduction = _rows(node, 0), node.args[3]
+    weighted = node.args[2] is not None
+    text = f"{n} v, {n}, v -> {n if reduction == 0 else ''}, "
+    whole = " ".join(["n" if reduction == MEAN else "", "v" if weighted else ""])
+    return instantiate(node, text, whole=whole, positional="v", local={"v": local.nll}, kinds={"v:1": "same"} | ({"n:1": "same"} if reduction == 0 else {}))
+
+
+@computed(aten.nll_loss_backward.default, "n, n v, n, v, 1 -> n v")
+def nll_backward(node: fx.Node) -> Instance:
+    n, reduction = _rows(node, 1), node.args[4]
+    weighted = node.args[3] is not None
+    text = f"{n if reduction == 0 else ''}, {n} v, {n}, v,  -> {n} v"
+    whole = " ".join(["n" if reduction == MEAN else "", "v" if weighted else ""])
+    return instantiate(node, text, whole=whole, linear="0", positional="v", local={"v": local.nll_backward})
+
+
+# --- random numbers: an element's draw depends on its place in the whole tensor ---------------------------------------
+
+rule(torch.ops.autopar.dropout.default, "..., n -> ...", whole="n", linear="0", bind=bind.dropout)
+rule(torch.ops.autopar.uniform.default, "n -> ...", whole="n", bind=bind.uniform)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+NAMES = {"g": "heads", "r": "group", "q": "sequence", "e": "head", "f": "head"}
+
+
+def _mask(node: fx.Node, position: int) -> str:
+    """Letters of the mask, aligned from the right."""
+    mask = node.args[position]
+    rank = 4 if mask is None else mask.meta["val"].dim()  # type: ignore[union-attr]
+    return " ".join(["b", "(g r)", "q", "k"][4 - rank :])
+
+
+def _groups(node: fx.Node, q: int, k: int) -> dict[str, int]:
+    """Key heads and query heads per key head."""
+    heads, groups = node.args[q].meta["val"].shape[1], node.args[k].meta["val"].shape[1]  # type: ignore[union-attr]
+    return {"g": groups, "r": heads // groups}
+
+
+@computed(torch.ops.autopar.attention.default, "b (g r) q e, b g k e, b g k f, ... -> b (g r) q f, b (g r) q", bind=bind.attention)
+def attention(node: fx.Node) -> Instance:
+    text = f"b (g r) q e, b g k e, b g k f, {_mask(node, 3)}, n -> b (g r) q f, b (g r) q"
+    sizes = _groups(node, 0, 1)
+    return instantiate(
+        node, text, whole="k e f n", flops="4 b g r q k e", sizes=sizes, positional="q", names=NAMES
+    )
+
+
+@computed(torch.ops.autopar.attention_backward.default, "... -> b (g r) q e, b g k e, b g k f", bind=bind.attention)
+def attention_backward(node: fx.Node) -> Instance:
+    reads = f"b (g r) q f, b (g r) q e, b g k e, b g k f, b (g r) q f, b (g r) q, {_mask(node, 6)}, n"
+    text = f"{reads} -> b (g r) q e, b g k e, b g k f"
+    sizes = _groups(node, 1, 2)
+    return instantiate(
+        node, text, whole="k e f n", flops="10 b g r q k e", sizes=sizes, positional="q", names=NAMES
+    )

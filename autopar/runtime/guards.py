@@ -1,0 +1,227 @@
+"""What a program is good for, and that all ranks ask for the same one.
+
+In: the arguments of a call, the state of the module.  Out: a `Key`; an `InputError` on all ranks if they differ.
+Next: `step.py`.
+
+Ranks compare one small vector of hashes before anything else is sent. Only when it differs do they exchange texts, to
+say which rank and which leaf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError
+from autopar.graph import Graph
+from autopar.runtime.bits import checksum
+from autopar.runtime.local import Local, joined
+from autopar.runtime.parameters import Slots
+from autopar.runtime.world import World
+from autopar.tree import Tree, flatten, paths
+
+LOCALS = 8  # lengths of Local inputs that the first comparison has room for
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """One tensor among the arguments: its global shape, and whether each rank brings a part of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    local: bool
+
+    def __str__(self) -> str:
+        text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        return f"Local({text})" if self.local else text
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that a program depends on beside the numbers."""
+
+    tree: Tree
+    leaves: tuple[Any, ...]
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    autocast: tuple[Any, ...]
+    gradients: bool
+
+    def differs(self, other: Key) -> str:
+        """In words, the first thing in which two keys differ."""
+        if self.tree != other.tree:
+            return "the structure of the arguments"
+        for path, here, there in zip(leaf_names(self.tree), self.leaves, other.leaves, strict=True):
+            if here != there:
+                return f"{path}: {leaf_text(here)} instead of {leaf_text(there)}"
+        for what in ("training", "trainable", "autocast", "gradients"):
+            if getattr(self, what) != getattr(other, what):
+                return {
+                    "training": "the training flags of its modules",
+                    "trainable": "which parameters require gradients",
+                    "autocast": "autocast",
+                    "gradients": "grad mode",
+                }[what]
+        return "nothing"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one forward, taken apart.
+
+    tensors   this rank's tensors, in order of the leaves
+    """
+
+    tree: Tree
+    leaves: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        values, tree = flatten((args, dict(kwargs)))
+        leaves: list[Any] = []
+        tensors: list[Tensor] = []
+        for path, value in zip(leaf_names(tree), values, strict=True):
+            tensor = value.tensor if isinstance(value, Local) else value
+            if isinstance(tensor, DTensor):
+                raise InputError(f"{path} is a DTensor; pass the whole tensor on every rank, or autopar.Local of a part")
+            if isinstance(tensor, Tensor):
+                tensors.append(tensor)
+                shape = tuple(tensor.shape)
+                leaves.append(TensorLeaf(shape, tensor.dtype, tensor.requires_grad, isinstance(value, Local)))
+            else:
+                leaves.append(constant(value))
+        return Call(tree, tuple(leaves), tuple(tensors))
+
+
+def constant(value: Any) -> Any:
+    """A non-tensor argument in a form that can be compared: itself where it can be hashed, else its text."""
+    try:
+        hash(value)
+    except TypeError:
+        return (type(value).__qualname__, repr(value))
+    return (type(value).__qualname__, value)
+
+
+def leaf_names(tree: Tree) -> list[str]:
+    """Readable places of the leaves of (args, kwargs): `args[0]`, `kwargs['labels']`."""
+    args, kwargs = tree.children
+    return paths(args, "args") + paths(kwargs, "kwargs")
+
+
+def leaf_text(leaf: Any) -> str:
+    """One leaf as text, on one line and without addresses."""
+    text = str(leaf) if isinstance(leaf, TensorLeaf) else repr(leaf[1])
+    return " ".join(re.sub(r"\b0x[0-9a-f]+", "0x", text).split())
+
+
+Mode = tuple[tuple[bool, ...], tuple[bool, ...], tuple[Any, ...], bool]
+
+
+def mode(model: nn.Module, parameters: Sequence[Slots], device_type: str) -> Mode:
+    """The part of a key that is not about arguments."""
+    training = tuple(module.training for module in model.modules())
+    trainable = tuple(slot.get().requires_grad for slot in parameters)
+    autocast: tuple[Any, ...] = ()
+    if torch.is_autocast_enabled(device_type):
+        autocast = (str(torch.get_autocast_dtype(device_type)), torch.is_autocast_cache_enabled())
+    return training, trainable, autocast, torch.is_grad_enabled()
+
+
+def key_of_graph(graph: Graph, now: Mode, local: frozenset[str] = frozenset()) -> Key:
+    """The key of the calls that a captured graph is for, with the module as it is now and gradients on."""
+    nodes = graph.nodes
+    differentiable = {o.name for o in graph.outputs if o.kind == "input_gradient"}
+    tensors = iter(
+        TensorLeaf(tuple(val.shape), val.dtype, entry.name in differentiable, entry.node in local)
+        for entry in graph.inputs
+        if entry.kind == "input"
+        for val in (nodes[entry.node].meta["val"],)
+    )
+    count = graph.in_tree.leaves
+    leaves = tuple(constant(graph.constants[i]) if i in graph.constants else next(tensors) for i in range(count))
+    return Key(graph.in_tree, leaves, *now[:3], True)
+
+
+def agreed(
+    call: Call, state: Mode, world: World, *, values: bool, flags: Sequence[int] = ()
+) -> tuple[Key, list[list[int]]]:
+    """The key of a call, once all ranks are found to make the same call; and every rank's `flags`.
+
+    values   compare the numbers of whole inputs too
+    """
+    lengths = [leaf.shape[0] for leaf in call.leaves if isinstance(leaf, TensorLeaf) and leaf.local]
+    text = describe(call, state, values)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    room = [*lengths[:LOCALS], *[-1] * (LOCALS - len(lengths))]
+    rows = world.gather(torch.tensor([digest, len(lengths), *room, *flags])).tolist()
+    if any(row[0] != rows[0][0] for row in rows):
+        told = world.gather_text(text)
+        raise InputError(first_difference(told))
+    if len(lengths) > LOCALS:
+        every = world.gather(torch.tensor(lengths)).tolist()
+    else:
+        every = [row[2 : 2 + len(lengths)] for row in rows]
+    leaves = with_global_lengths(call, every)
+    return Key(call.tree, leaves, *state), [row[2 + LOCALS :] for row in rows]
+
+
+def with_global_lengths(call: Call, lengths: list[list[int]]) -> tuple[Any, ...]:
+    """The leaves with the global length of dim 0 in those that are Local."""
+    out: list[Any] = []
+    column = 0
+    for path, leaf in zip(leaf_names(call.tree), call.leaves, strict=True):
+        if isinstance(leaf, TensorLeaf) and leaf.local:
+            total = joined(path, [row[column] for row in lengths])
+            leaf = TensorLeaf((total, *leaf.shape[1:]), leaf.dtype, leaf.requires_grad, True)
+            column += 1
+        out.append(leaf)
+    return tuple(out)
+
+
+def describe(call: Call, state: Mode, values: bool) -> str:
+    """What must be the same on all ranks, one line a thing, the name first."""
+    lines = []
+    tensors = iter(call.tensors)
+    for path, leaf in zip(leaf_names(call.tree), call.leaves, strict=True):
+        text = leaf_text(leaf)
+        if isinstance(leaf, TensorLeaf):
+            tensor = next(tensors)
+            if leaf.local:
+                text = leaf_text(TensorLeaf(leaf.shape[1:], leaf.dtype, leaf.requires_grad, True))
+            elif values and tensor.device.type != "meta":
+                text += f" with values of hash {checksum(tensor):x}"
+        lines.append(f"{path}\t{text}")
+    training, trainable, autocast, gradients = state
+    lines.append(f"training flags\t{''.join('01'[flag] for flag in training)}")
+    lines.append(f"requires_grad of parameters\t{''.join('01'[flag] for flag in trainable)}")
+    lines.append(f"autocast\t{autocast or 'off'}")
+    lines.append(f"grad mode\t{'on' if gradients else 'off'}")
+    return "\n".join(lines)
+
+
+def first_difference(texts: list[str]) -> str:
+    """Which rank makes another call than most, and in what; the same text on all ranks."""
+    common = max(texts, key=texts.count)
+    rank = next(r for r, text in enumerate(texts) if text != common)
+    usual = next(r for r, text in enumerate(texts) if text == common)
+    theirs = dict(line.split("\t", 1) for line in texts[rank].split("\n"))
+    ours = dict(line.split("\t", 1) for line in common.split("\n"))
+    counts = [len(t) - 4 for t in (theirs, ours)]
+    head = f"the ranks call the module with different inputs: rank {rank} passes {counts[0]} leaves, "
+    if list(theirs) != list(ours):
+        only = [f"{name} only on rank {rank}" for name in theirs if name not in ours]
+        only += [f"{name} only on rank {usual}" for name in ours if name not in theirs]
+        what = head + f"rank {usual} passes {counts[1]} ({', '.join(only) or 'in another order'})"
+    else:
+        name = next(name for name in ours if ours[name] != theirs[name])
+        what = f"the ranks call the module differently: {name} is {theirs[name]} on rank {rank} but {ours[name]} on rank {usual}"
+    return f"{what}\n  try: the same global batch on every rank, or autopar.Local(part) where each rank reads its own"

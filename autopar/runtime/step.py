@@ -1,0 +1,248 @@
+"""One program on one rank: forward and backward inside one autograd function.
+
+In: a bound program, where its arguments come from.  Out: `Step`, called with a frame of tensors.  Next: `module.py`.
+
+The forward program gets plain local tensors and gives plain local tensors; only here do they become DTensors, losses
+with a `grad_fn`, and gradients that autograd adds to `.grad`. What backward needs is kept in a list that backward
+empties, so that a saved value dies after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._torch import backward_keeps_graph, boxed, local_of
+from autopar.errors import UnsupportedError
+from autopar.graph import Input, Output
+from autopar.layout import Layout, Mesh
+from autopar.passes import Bound
+from autopar.program import Program
+from autopar.runtime.placements import distribute, placeable, placements, together
+from autopar.tree import unflatten
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's position: the mesh of names, the same as torch knows it, and the coordinate on it."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    coordinate: Mapping[str, int]
+    device: torch.device
+
+    def hand_out(self, local: Tensor, layout: Layout) -> Tensor:
+        """A piece as the user gets it: a DTensor; whole where DTensor has no placements for the layout."""
+        if placeable(layout, self.mesh):
+            return distribute(local, layout, self.mesh, self.device_mesh)
+        return distribute(together(local, layout, self.mesh), Layout.whole(layout.factors), self.mesh, self.device_mesh)
+
+    def take_in(self, gradient: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
+        """The piece of a gradient that comes in (a DTensor in any layout, a whole tensor, or None for zero)."""
+        if gradient is None:
+            shape = layout.local_shape(self.mesh, dict(self.coordinate))
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        if isinstance(gradient, torch.distributed.tensor.DTensor):
+            gradient = local_of(gradient.redistribute(placements=placements(layout, self.mesh)))
+        return gradient.to(dtype)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Frame:
+    """The tensors of one call.
+
+    values          arguments of the forward program; emptied by it
+    gradients_for   which result of the backward program belongs to each differentiable tensor
+    """
+
+    values: list[Tensor]
+    gradients_for: tuple[int, ...] = ()
+
+
+@dataclass
+class Step:
+    """A program ready to run on this rank."""
+
+    program: Program
+    bound: Bound
+    place: Place
+
+    def __post_init__(self) -> None:
+        for module in (self.bound.refresh, self.bound.forward, self.bound.backward):
+            boxed(module)
+
+    @cached_property
+    def inputs(self) -> tuple[Input, ...]:
+        """What each argument of the forward program is, in order."""
+        known = {entry.node: entry for entry in self.program.graph.inputs}
+        return tuple(known[node] for node in self.program.forward_inputs)
+
+    @cached_property
+    def results(self) -> tuple[Output, ...]:
+        """What the forward program gives before the saved values."""
+        return tuple(o for o in self.program.graph.outputs if o.kind in ("loss", "output", "buffer"))
+
+    @cached_property
+    def heads(self) -> tuple[Output, ...]:
+        """The results that the user gets."""
+        return tuple(o for o in self.results if o.kind != "buffer")
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[Output, Layout | None], ...]:
+        """What the backward program gives, with the layouts."""
+        pairs = zip(self.program.graph.outputs, self.program.output_layouts, strict=True)
+        return tuple((o, layout) for o, layout in pairs if o.kind in ("gradient", "input_gradient"))
+
+    @cached_property
+    def layouts(self) -> dict[tuple[str, str], Layout | None]:
+        """(kind, name) of a result -> its layout."""
+        pairs = zip(self.program.graph.outputs, self.program.output_layouts, strict=True)
+        return {(o.kind, o.name): layout for o, layout in pairs}
+
+    @cached_property
+    def tangents(self) -> tuple[Input, ...]:
+        """What backward takes after the saved values."""
+        known = {entry.node: entry for entry in self.program.graph.inputs}
+        return tuple(known[node] for node in self.program.tangents)
+
+    def wants(self, kind: str, name: str) -> int | None:
+        """Position of a gradient among the results of backward; None if it is always zero or not computed."""
+        for index, (output, _) in enumerate(self.gradients):
+            if (output.kind, output.name) == (kind, name) and output.node is not None:
+                return index
+        return None
+
+    def run(self, frame: Frame, differentiable: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+        """(what the user gets for each of `heads`, new value of each buffer by name)."""
+        buffers: dict[str, Tensor] = {}
+        with torch.autocast(self.place.device.type, enabled=False):
+            if differentiable and torch.is_grad_enabled():
+                heads = _Run.apply(self, frame, buffers, *differentiable)  # type: ignore[no-untyped-call]
+            else:
+                with torch.no_grad():
+                    heads, _ = self.forward(frame, buffers)
+        return heads, buffers
+
+    def forward(self, frame: Frame, buffers: dict[str, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """Run the forward program: (what the user gets, what backward needs)."""
+        out = list(self.bound.forward(frame.values))
+        heads: list[Any] = []
+        for output, value in zip(self.results, out, strict=False):
+            layout = self.layouts[output.kind, output.name]
+            if output.kind == "buffer":
+                buffers[output.name] = value
+            elif value is None or output.kind == "loss":
+                heads.append(None if value is None else value.detach())
+            else:
+                heads.append(value if layout is None else self.place.hand_out(value.detach(), layout))
+        return tuple(heads), out[len(self.results) :]
+
+    def backward(self, saved: list[Tensor], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
+        """Gradients in the order of `gradients`, as DTensors; `saved` is emptied.
+
+        owned   storages that others hold; no gradient may lie in one
+        """
+        names = [head.name for head in self.heads]
+        kinds = {entry.name for entry in self.tangents}
+        for head, gradient in zip(self.heads, incoming, strict=True):
+            if gradient is not None and head.name not in kinds:
+                raise UnsupportedError(
+                    f"a gradient reached {head.name}, which the program returns without one; only the loss has one\n"
+                    "  try: put what you compute from it into the model's forward or into loss_fn"
+                )
+        nodes = self.program.graph.nodes
+        for entry in self.tangents:
+            layout = self.program.input_layouts[entry.node]
+            given = incoming[names.index(entry.name)]
+            saved.append(self.place.take_in(given, layout, nodes[entry.node].meta["val"].dtype))
+            owned.add(_storage(saved[-1]))
+        with torch.autocast(self.place.device.type, enabled=False):
+            results = list(self.bound.backward(saved))
+        return [self._gradient(i, value, owned) for i, value in enumerate(results)]
+
+    def _gradient(self, index: int, value: Tensor | None, owned: set[int]) -> Tensor | None:
+        """One result as autograd takes it: in storage of its own, since autograd adds to it in place."""
+        output, layout = self.gradients[index]
+        if value is None:
+            return None
+        value = value.contiguous()
+        if value.numel() and _storage(value) in owned:
+            value = value.clone()
+        owned.add(_storage(value))
+        assert layout is not None, f"gradient of {output.name} has no layout"
+        if output.kind == "gradient":
+            return self.place.hand_out(value, layout)
+        return together(value, layout, self.place.mesh)
+
+    def outputs(self, heads: Sequence[Any]) -> Any:
+        """The user's structure, with these results in it."""
+        graph = self.program.graph
+        by_output = dict(zip([(h.kind, h.name) for h in self.heads], heads, strict=True))
+        leaves = []
+        for kind, value in graph.out_leaves:
+            if kind == "output":
+                found = graph.outputs[value]
+                leaves.append(by_output[found.kind, found.name])
+            else:
+                leaves.append(value)
+        if not any(kind == "output" and graph.outputs[v].kind == "loss" for kind, v in graph.out_leaves):
+            loss = next((h for h, head in zip(heads, self.heads, strict=True) if head.kind == "loss"), None)
+            if loss is not None:
+                return loss
+        return unflatten(graph.out_tree, leaves)
+
+
+class _Run(torch.autograd.Function):
+    """The forward program now, the backward program when a gradient comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, frame: Frame, buffers: dict[str, Tensor], *_: Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.owned = {_storage(value) for value in frame.values}
+        heads, saved = step.forward(frame, buffers)
+        ctx.step, ctx.wanted = step, frame.gradients_for
+        ctx.saved = saved
+        ctx.versions = [_version(tensor) for tensor in saved]
+        fixed = [h for h in heads if isinstance(h, Tensor) and not (h.is_floating_point() or h.is_complex())]
+        ctx.mark_non_differentiable(*fixed)
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("backward with create_graph=True: gradients of gradients are not in the program")
+        if ctx.saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the saved values have been freed\n"
+                "  try: loss.backward(retain_graph=True) the first time"
+            )
+        for tensor, version in zip(ctx.saved, ctx.versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed by an in-place "
+                    f"operation: it is at version {_version(tensor)}, expected {version}"
+                )
+        keep = backward_keeps_graph()
+        saved = list(ctx.saved)
+        if not keep:
+            ctx.saved = None
+        owned = ctx.owned | {_storage(tensor) for tensor in saved} if keep else set(ctx.owned)
+        gradients = ctx.step.backward(saved, incoming, owned)
+        return (None, None, None, *(gradients[index] for index in ctx.wanted))
+
+
+def _version(tensor: Any) -> int:
+    if not isinstance(tensor, Tensor) or tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def _storage(tensor: Any) -> int:
+    """What tells two storages apart."""
+    return tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) else 0

@@ -1,0 +1,70 @@
+"""What each rank of `autopar run` does: an ordinary training loop.
+
+In: a `Job`, under torchrun.  Out: one line a step, from rank 0.  Next: `api.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from autopar.parsing import read_bytes, read_cluster, read_strategy
+from autopar.verify.steps import leaves, loss_of
+from autopar.verify.target import Target, parse_settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """The arguments of `autopar run`."""
+
+    model: str
+    settings: tuple[str, ...] = ()
+    seed: int = 0
+    steps: int = 10
+    lr: float = 1e-3
+    cluster: str = "detect"
+    strategy: str | None = None
+    memory: str | None = None
+    as_json: bool = False
+
+
+def work(job: Job) -> None:
+    """Plan, then train on one batch."""
+    import os
+
+    from autopar.api import parallelize
+
+    cluster = read_cluster(job.cluster, int(os.environ["WORLD_SIZE"]), None)
+    built = Target.parse(job.model, parse_settings(list(job.settings)), job.seed).build()
+    module = parallelize(
+        built.model,
+        cluster,
+        example_inputs=(built.args, dict(built.kwargs)) if built.kwargs else built.args,
+        memory_bytes=read_bytes(job.memory) if job.memory else None,
+        strategy=read_strategy(job.strategy) if job.strategy else None,
+        seed=job.seed,
+    )
+    say(job, {"plan": str(module.plan).splitlines()[0]})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=job.lr)
+    for step in range(job.steps):
+        started = time.perf_counter()
+        _, loss = loss_of(list(leaves(module(*built.args, **built.kwargs))))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        say(job, {"step": step, "loss": round(loss.item(), 6), "ms": round(1e3 * (time.perf_counter() - started), 1)})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def say(job: Job, entry: dict[str, object]) -> None:
+    """One line on standard output, from rank 0."""
+    if dist.get_rank() == 0:
+        line = json.dumps(entry) if job.as_json else "  ".join(f"{k} {v}" for k, v in entry.items())
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,134 @@
+"""What each rank does for one family: train the delivered module, compare, count.
+
+In: a target, a plan as JSON, the file of the reference.  Out: a `Finding`, sent back to the harness.  Next: `run.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from autopar import files
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.verify.compare import KINDS, Error, compare
+from autopar.verify.count import Counts
+from autopar.verify.reference import own, read
+from autopar.verify.steps import RATES, make_optimizer, train
+from autopar.verify.target import Target
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rank's part of a row.
+
+    counted    (kind, mesh axis, phase) -> (tensors, bytes) of one step
+    flops      of one step, on this rank
+    memory     bytes stored on this rank: parameters, gradients, state of AdamW
+    """
+
+    errors: dict[str, Error]
+    counted: dict[tuple[str, str, str], tuple[int, int]]
+    flops: int
+    memory: dict[str, int]
+
+
+@lru_cache(maxsize=4)
+def captured(target: Target) -> Graph:
+    """The graph of a target in float64, as the planner and the passes want it; made once a process."""
+    from autopar.capture import capture
+    from autopar.passes import copy_views
+
+    built = target.build(double=True)
+    return copy_views(capture(built.model, built.args, dict(built.kwargs), double=True))
+
+
+def check(target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int) -> Finding:
+    """Train with every optimizer and compare everything with the record in `reference`."""
+    plan = files.loads(plan_json)
+    wanted = read(reference)
+    errors = dict.fromkeys(KINDS, Error())
+    counts, memory = Counts(), {}
+    for optimizer in optimizers:
+        built = target.build(double=True)
+        module = deliver(built.model, captured(target), plan, target.seed)
+        axes = group_names(module)
+        first = not counts.flops
+
+        def during(phase: str, axes: dict[str, str] = axes, optimizer: str = optimizer) -> AbstractContextManager[Any]:
+            return counts.during(f"{optimizer}/{phase}", axes)
+
+        ours = train(module, built.args, built.kwargs, optimizer, steps=steps, whole=whole, during=during)
+        theirs = {k: v for k, v in wanted.items() if k.startswith(f"{optimizer}/")}
+        found = compare(ours, theirs, RATES)
+        errors = {kind: errors[kind].worse(found[kind]) for kind in KINDS}
+        if first:
+            memory = stored(module, built.args, dict(built.kwargs))
+    return Finding(errors, *per_step(counts, optimizers[0], steps), memory)
+
+
+def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int) -> Any:
+    """The module a user would get, from a graph that is captured already."""
+    from autopar.runtime.module import ParallelModule
+
+    return ParallelModule(model, graph, plan, seed=seed)
+
+
+def group_names(module: Any) -> dict[str, str]:
+    """Name of the process group of every mesh axis -> the axis."""
+    mesh = module.device_mesh
+    return {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor as this rank sees it: copies that should be equal are each rank's own."""
+    return own(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def per_step(
+    counts: Counts, optimizer: str, steps: int
+) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
+    """Collectives and flops of one step under one optimizer (those of the others are the same)."""
+    mark = f"{optimizer}/"
+    counted = {
+        (kind, axis, phase.removeprefix(mark)): (number // steps, counts.bytes[kind, axis, phase] // steps)
+        for (kind, axis, phase), number in counts.tensors.items()
+        if phase.startswith(mark)
+    }
+    return counted, sum(n for phase, n in counts.flops.items() if phase.startswith(mark)) // steps
+
+
+def stored(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what one more step leaves on this rank."""
+    from autopar.verify.steps import leaves, loss_of
+
+    parameters = list(module.parameters())
+    optimizer = make_optimizer("adamw", iter(parameters))
+    loss_of(list(leaves(module(*args, **kwargs))))[1].backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    optimizer.step()
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor) and t.dim()]
+    return {
+        "parameters": sum(map(local_bytes, parameters)),
+        "gradients": sum(map(local_bytes, gradients)),
+        "state": sum(map(local_bytes, state)),
+    }
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of this rank's piece."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().nbytes()
+
+
+def ready() -> int:
+    """Number of ranks, once all of them are there."""
+    dist.barrier()
+    return dist.get_world_size()

@@ -1,0 +1,172 @@
+"""The parity harness: every family of one model against the single device.
+
+In: a target, a number of ranks, families.  Out: a `Report`.  Next: `../cli.py`, which prints it.
+
+    with Harness(4) as harness:
+        report = harness.verify(Target.parse("autopar.models.gpt:tiny"), world=2, families=["ddp", "zero3"])
+
+The model is captured once in this process, for planning, and once on each rank; the reference is made once.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autopar import files
+from autopar.axes import Axes, analyse
+from autopar.cluster import ClusterSpec
+from autopar.errors import UnsupportedError
+from autopar.plan import Plan
+from autopar.verify import families as kinds
+from autopar.verify.compare import Error
+from autopar.verify.pool import Pool, RankError
+from autopar.verify.rank import Finding, captured, check
+from autopar.verify.reference import Reference
+from autopar.verify.report import Report, Row, judge
+from autopar.verify.target import Target
+
+OPTIMIZERS = ("sgd", "adamw")
+STEPS = 3
+LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+Progress = Callable[[str], None]
+
+
+class Harness:
+    """Ranks and a reference process that live for many calls."""
+
+    def __init__(self, ranks: int, timeout: float = 180.0) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="autopar-verify-")
+        self.pool = Pool(ranks, timeout=timeout)
+        self.reference = Reference(Path(self._folder.name))
+
+    def __enter__(self) -> Harness:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+        self.reference.close()
+        self._folder.cleanup()
+
+    def verify(
+        self,
+        target: Target,
+        world: int,
+        families: Sequence[str] | None = None,
+        random: int = 0,
+        seed: int = 0,
+        progress: Progress = lambda _: None,
+    ) -> Report:
+        """Check the families (all that exist on this many ranks by default), then `random` legal plans."""
+        started = time.monotonic()
+        rows = []
+        progress("reference")
+        file = str(self.reference.file(target, OPTIMIZERS, STEPS))
+        for name, make in self.plans(target, world, families, random, seed):
+            progress(name)
+            rows.append(self.row(name, make, target, world, file))
+        return Report(str(target), world, rows, time.monotonic() - started)
+
+    def plans(
+        self, target: Target, world: int, families: Sequence[str] | None, random: int, seed: int
+    ) -> Iterator[tuple[str, Callable[[], Plan]]]:
+        """Name of every row, and how its plan is made."""
+        cluster = ClusterSpec.preset("cpu-gloo", devices=world)
+        for name in kinds.names(world) if families is None else families:
+            yield name, lambda name=name: forced(target, cluster, kinds.strategy(name, world))
+        for number in range(random):
+            yield f"random {seed}.{number}", lambda number=number: drawn(target, world, 1000 * seed + number)
+
+    def row(self, name: str, make: Callable[[], Plan], target: Target, world: int, file: str) -> Row:
+        """One family: plan, run, compare; what is refused is a row too."""
+        try:
+            plan = make()
+            findings = self.pool.run(check, target, files.dumps(plan), file, OPTIMIZERS, STEPS, world=world)
+        except UnsupportedError as error:
+            return refused(name, str(error), target, world)
+        except RankError as error:
+            kinds_of = {o.error for o in error.outcomes if o.error not in ("", "Killed")}
+            if kinds_of == {"UnsupportedError"}:
+                message = next(o.message for o in error.outcomes if o.message)
+                return refused(name, message, target, world)
+            return Row(name, "failed", str(error), mesh=str(plan.mesh))
+        return finished(name, plan, findings, single_flops(self.reference, target))
+
+
+def forced(target: Target, cluster: ClusterSpec, strategy: Any) -> Plan:
+    """The best plan of a family."""
+    from autopar.planner import plan
+
+    made: Plan = plan(captured(target), cluster, strategy=strategy, time_limit=30, axes=analysed(target))
+    return made
+
+
+def drawn(target: Target, world: int, seed: int) -> Plan:
+    """A legal plan drawn at random."""
+    from autopar.planner import random_plan
+    from autopar.planner.search import meshes
+
+    made: Plan = random_plan(captured(target), analysed(target), meshes(world), seed)
+    return made
+
+
+@lru_cache(maxsize=4)
+def analysed(target: Target) -> Axes:
+    """The axes of a target's graph."""
+    return analyse(captured(target))
+
+
+def finished(name: str, plan: Plan, findings: Sequence[Finding], flops: int) -> Row:
+    """The row of a family that ran: the worst of all ranks."""
+    errors = {kind: worst([f.errors[kind] for f in findings]) for kind in findings[0].errors}
+    status, note = judge(errors)
+    first = findings[0].counted
+    if status == "ok" and name in kinds.FAMILIES and not kinds.FAMILIES[name].shows(plan, first):
+        status, note = "mismatch", f"the plan shows no cut of its kind; collectives: {counted_text(first)}"
+    memory = {k: max(f.memory[k] for f in findings) for k in findings[0].memory}
+    ratio = sum(f.flops for f in findings) / flops if flops else 0.0
+    counted = {" ".join(key): value for key, value in sorted(first.items())}
+    return Row(name, status, note, errors, counted, ratio, memory, str(plan.mesh))
+
+
+def worst(errors: Sequence[Error]) -> Error:
+    return max(errors, key=lambda e: e.value)
+
+
+def counted_text(counted: kinds.Counted) -> str:
+    return ", ".join(f"{n} {' '.join(key)}" for key, (n, _) in sorted(counted.items())) or "none"
+
+
+def single_flops(reference: Reference, target: Target) -> int:
+    """Flops of one step on the single device, counted in the reference process."""
+    return reference.flops.get(target, 0)
+
+
+# --- what may be refused ----------------------------------------------------------------------------------------------
+
+
+def refused(name: str, message: str, target: Target, world: int) -> Row:
+    """The row of a refusal: known if docs/limits.md lists it."""
+    reason = limit(target.spec, name, world)
+    return Row(name, "known" if reason else "refused", reason or message)
+
+
+def limit(model: str, family: str, world: int, file: Path = LIMITS) -> str:
+    """The reason that the table in docs/limits.md gives for this cell, or nothing."""
+    if not file.exists():
+        return ""
+    for line in file.read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 4 and all(re.fullmatch(w, v) for w, v in zip(map(wild, cells), (model, family, str(world)))):
+            return cells[3]
+    return ""
+
+
+def wild(cell: str) -> str:
+    """A table cell as a pattern: `*` stands for anything."""
+    return re.escape(cell).replace(r"\*", ".*")

@@ -1,0 +1,143 @@
+"""From a MODEL on the command line to a module and its example inputs.
+
+In: `package.module:function` or `hf:ClassName`, and settings.  Out: `Target.build()`.  Next: `steps.py`.
+
+Plain torch only: the reference process imports this file, and must not know the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from autopar.errors import InputError, UnsupportedError
+
+RESERVED = {"batch": 12, "sequence": 10}  # settings of an hf: target that belong to its inputs, not to its config
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model with one batch for it."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to build, as text; equal targets build equal models, in any process."""
+
+    spec: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
+    path: tuple[str, ...] = field(default=(), compare=False)
+
+    @staticmethod
+    def parse(spec: str, settings: Mapping[str, Any] | None = None, seed: int = 0) -> Target:
+        if ":" not in spec:
+            raise InputError(f"{spec!r} is no model; write package.module:function or hf:ClassName")
+        return Target(spec, tuple(sorted((settings or {}).items())), seed, tuple(sys.path))
+
+    def build(self, double: bool = False) -> Built:
+        """The model and one batch, drawn from the seed; under a fake mode nothing is allocated."""
+        kind, _, name = self.spec.partition(":")
+        make = hugging_face if kind == "hf" else function
+        torch.manual_seed(self.seed)
+        built = make(kind, name, dict(self.settings))
+        built.model.train()
+        if not double:
+            return built
+        args, kwargs = as_double((built.args, dict(built.kwargs)))
+        return Built(built.model.double(), args, kwargs)
+
+    def __str__(self) -> str:
+        return self.spec + "".join(f" {k}={v}" for k, v in self.settings)
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`["hidden_size=48", "act=gelu"]` as a dict; values are read as YAML."""
+    out = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise InputError(f"--set wants key=value, got {pair!r}")
+        out[key] = yaml.safe_load(value)
+    return out
+
+
+def function(module: str, name: str, settings: dict[str, Any]) -> Built:
+    """What `module:name(**settings)` returns: (model, example inputs)."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot find {module}:{name}: {error}") from error
+    made = make(**settings)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{module}:{name} must return (model, example inputs), not {type(made).__name__}")
+    model, inputs = made
+    args, kwargs = split_inputs(inputs)
+    return Built(model, args, kwargs)
+
+
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as (args, kwargs): a dict is keywords, a (tuple, dict) pair is both, a tuple is positions."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    if not isinstance(inputs, (tuple, list)):
+        return (inputs,), {}
+    if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return inputs[0], inputs[1]
+    return tuple(inputs), {}
+
+
+def hugging_face(_: str, name: str, settings: dict[str, Any]) -> Built:
+    """A `transformers` class with a fresh config and random inputs of its kind."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError("hf: models need transformers: pip install 'autopar[hf]'") from error
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise InputError(f"transformers has no class {name}")
+    sizes = {key: settings.pop(key, default) for key, default in RESERVED.items()}
+    config = cls.config_class(**settings)
+    return Built(cls(config), (), hugging_face_inputs(name, config, **sizes))
+
+
+def hugging_face_inputs(name: str, config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Random inputs and labels for the head that the class name ends in."""
+    classes = getattr(config, "num_labels", 2)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
+        ids = torch.randint(0, config.vocab_size, (batch, sequence))
+        return {"input_ids": ids, "labels": torch.where(torch.rand(batch, sequence) < 0.1, -100, ids)}
+    if name.endswith("ForSequenceClassification"):
+        ids = torch.randint(0, config.vocab_size, (batch, sequence))
+        return {"input_ids": ids, "labels": torch.randint(0, classes, (batch,))}
+    if name.endswith("ForImageClassification"):
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        pixels = torch.randn(batch, channels, side, side)
+        return {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,))}
+    raise UnsupportedError(f"no inputs are known for hf:{name}; write a function that returns (model, inputs)")
+
+
+def as_double(value: Any) -> Any:
+    """Every floating tensor in nested tuples, lists and dicts as float64."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: as_double(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(as_double(v) for v in value)
+    return value

@@ -1,0 +1,46 @@
+"""Seconds of a step of an emitted program: the sum over its nodes.
+
+In: a captured graph and the `Program` emitted from it, a cluster.  Out: seconds by kind.
+Next: `autopar/planner/program.py`, whose objective is this sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.axes import Axes
+from autopar.choices import choice_of
+from autopar.cluster import ClusterSpec
+from autopar.cost.comm import step_s
+from autopar.cost.compute import node_s
+from autopar.graph import Graph
+from autopar.program import Program
+from autopar.rules.core import operands, results
+
+
+def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> Mapping[str, float]:
+    """Seconds of one step: "compute_s", "communication_s" and their sum "step_s".
+
+    Every op of `graph` that the program runs is priced under its choice, also one emitted as a small subgraph; every
+    collective, slice and term made pending is priced as the step that it is.
+    """
+    mesh, nodes = program.plan.mesh, graph.nodes
+    origins: dict[str, None] = {}
+    communication = 0.0
+    for part in (program.refresh, program.forward, program.backward):
+        for node in part.nodes:
+            if "step" in node.meta:
+                communication += step_s(node.meta["step"], node.meta["val"].dtype.itemsize, mesh, cluster)
+            if node.op == "call_function" and node.meta.get("origin") in axes.instances:
+                origins[node.meta["origin"]] = None
+    compute = 0.0
+    for name in origins:
+        node = nodes[name]
+        choice = choice_of(axes, node, program.plan.ops[name], mesh)
+        assert choice is not None, name
+        reads = [o.meta["val"] for o in operands(node)]
+        reads = [v[0] if isinstance(v, (tuple, list)) else v for v in reads]
+        tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
+        tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
+        compute += node_s(node, axes.instances[name], choice.roles, tensors, mesh, cluster)
+    return {"compute_s": compute, "communication_s": communication, "step_s": compute + communication}

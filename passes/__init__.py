@@ -1,0 +1,29 @@
+"""From a graph and a plan to the program that every rank runs.
+
+In: a captured graph, its axes, a plan.  Out: a `Program`, and its `Bound` form for one rank.  Next: one pass, any of them.
+"""
+
+from __future__ import annotations
+
+from autopar.axes import Axes
+from autopar.graph import Graph
+from autopar.passes.bind import Bound, bind
+from autopar.passes.copy_views import copy_views
+from autopar.passes.expand_local import expand_local
+from autopar.passes.insert_conversions import insert_conversions
+from autopar.passes.split_phases import split_phases
+from autopar.passes.verify import verify
+from autopar.plan import Plan
+from autopar.program import Program
+
+PIPELINE = (insert_conversions, expand_local)
+
+
+def emit(graph: Graph, axes: Axes, plan: Plan) -> Program:
+    """The program of `plan`; the graph is left as it was."""
+    for step in PIPELINE:
+        graph = verify(step(graph, axes, plan), after=step.__name__)
+    return split_phases(graph, axes, plan)
+
+
+__all__ = ["PIPELINE", "Bound", "bind", "copy_views", "emit", "expand_local", "insert_conversions", "split_phases", "verify"]

@@ -1,0 +1,103 @@
+"""Make a program one device's own: sizes, positions, process groups, device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.layout import Mesh
+from autopar.passes.lower import Lowering
+from autopar.passes.markers import SPANS, span_start
+from autopar.program import Program
+from autopar.rules.bind import Site, run_of
+from autopar.rules.core import RULES, operands
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one rank runs; see `Program` for the order of arguments and results."""
+
+    refresh: fx.GraphModule
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
+def bind(
+    program: Program, coordinate: Mapping[str, int], groups: Mapping[str, str], device: torch.device | str = "cpu"
+) -> Bound:
+    """Make `program` the own program of the device at `coordinate`.
+
+        %h : f32[b=7@data, f=20] = view(%x, [7, 20])
+        %g : f32[b=7, f=20]      = all_gather(%h, data)
+    becomes, on the second of two devices
+        %h = reshape(%x, [3, 20])
+        %p = constant_pad_nd(%h, [0, 0, 0, 1]);  %a = all_gather_into_tensor(%p, 2, "group of data")
+        %w = wait_tensor(%a);  %g = slice(%w, 0, 0, 7)
+
+    `groups` maps mesh axes to names of process groups, `device` is where factory ops put their results.
+    """
+    binder = _Binder(program, dict(coordinate), groups, torch.device(device))
+    return Bound(binder.run(program.refresh), binder.run(program.forward), binder.run(program.backward))
+
+
+@dataclass(frozen=True)
+class _Binder:
+    program: Program
+    coordinate: dict[str, int]
+    groups: Mapping[str, str]
+    device: torch.device
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.plan.mesh
+
+    def run(self, graph: fx.Graph) -> fx.GraphModule:
+        fresh = fx.Graph()
+        lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups)
+        env: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if "step" in node.meta:
+                env[node] = lowering.step(env[node.args[0]], node.meta["step"])
+            elif node.target in SPANS:
+                layout, dim = node.meta["span"]
+                start, length = run_of(layout, dim, self.mesh, self.coordinate)
+                env[node] = start if node.target is span_start else length
+            elif node.op == "call_function":
+                env[node] = self.call(fresh, node, env)
+            else:
+                env[node] = fresh.node_copy(node, env.__getitem__)
+        for old, new in env.items():
+            if isinstance(new, fx.Node) and "origin" not in new.meta:
+                new.meta["origin"] = old.name
+        fresh.eliminate_dead_code()
+        fresh.lint()
+        return fx.GraphModule(self.attributes(fresh), fresh)
+
+    def attributes(self, graph: fx.Graph) -> dict[str, Any]:
+        """The constants that a graph reads, on the device."""
+        names = [n.target for n in graph.nodes if n.op == "get_attr"]
+        return {name: self.program.graph.attributes[name].to(self.device) for name in names}
+
+    def call(self, fresh: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        target, kwargs = node.target, dict(kwargs)
+        entry = RULES.get(target)
+        if entry is not None and entry.bind is not None:
+            target, args, kwargs = entry.bind(self.site(node, args))
+        elif entry is not None and entry.shape is not None:
+            shape = list(node.meta["layouts"][0].local_shape(self.mesh, self.coordinate))
+            args = (*args[: entry.shape], shape, *args[entry.shape + 1 :])
+        if "device" in kwargs:
+            kwargs["device"] = self.device
+        new = fresh.call_function(target, tuple(args), kwargs)
+        new.meta = {k: node.meta[k] for k in ("phase", "module", "source", "origin") if k in node.meta}
+        return new
+
+    def site(self, node: fx.Node, args: Any) -> Site:
+        choice = node.meta.get("choice")
+        reads = choice.inputs if choice else tuple(o.meta["layouts"][0] for o in operands(node))
+        return Site(node, tuple(args), reads, node.meta["layouts"], self.mesh, self.coordinate)

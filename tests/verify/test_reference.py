@@ -1,0 +1,60 @@
+"""The single device runs in a process that knows no compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.errors import InputError
+from autopar.verify.reference import Reference, read
+from autopar.verify.target import Target, parse_settings
+
+
+def test_the_reference_trains_in_double_and_imports_no_compiler(tmp_path: Path) -> None:
+    reference = Reference(tmp_path)
+    try:
+        target = Target.parse("autopar.models.gpt:tiny")
+        record = read(str(reference.file(target, ("sgd", "adamw"), 2)))
+        again = reference.file(target, ("sgd", "adamw"), 2)
+        with pytest.raises(RuntimeError, match="the untouched model does not run: InputError: cannot find"):
+            reference.file(Target.parse("autopar.models.gpt:huge"), ("sgd",), 1)
+    finally:
+        reference.close()
+    assert again == tmp_path / "reference0.safetensors"
+    assert {key.split("/")[2] for key in record} == {"loss", "gradients", "parameters"}
+    assert {t.dtype for t in record.values()} == {torch.float64}
+    assert record["sgd/1/loss/"] < record["sgd/0/loss/"]
+    assert "sgd/0/parameters/head.weight" in record, "a tied parameter stands under all of its names"
+    assert "sgd/0/gradients/head.weight" not in record, "and has one gradient"
+    assert torch.equal(record["sgd/0/loss/"], record["adamw/0/loss/"]), "dropout draws by seed and step"
+
+
+def test_equal_targets_build_equal_models() -> None:
+    target = Target.parse("hf:GPT2LMHeadModel", parse_settings(["n_embd=24", "n_layer=1", "n_head=4", "vocab_size=50"]))
+    first, second = target.build(), target.build(double=True)
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a.double(), b)
+    assert torch.equal(first.kwargs["input_ids"], second.kwargs["input_ids"])
+    assert first.model.training
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gpt", "'gpt' is no model; write package.module:function or hf:ClassName"),
+        ("autopar.models:nothing", "cannot find autopar.models:nothing: module 'autopar.models' has no attribute 'nothing'"),
+        ("hf:NoSuchModel", "transformers has no class NoSuchModel"),
+    ],
+)
+def test_a_wrong_model_is_told_in_one_line(spec: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        Target.parse(spec).build()
+    assert str(error.value) == message
+
+
+def test_settings_are_read_as_yaml() -> None:
+    assert parse_settings(["a=3", "b=x", "c=true", "d=[1, 2]"]) == {"a": 3, "b": "x", "c": True, "d": [1, 2]}
+    with pytest.raises(InputError, match="--set wants key=value, got 'a'"):
+        parse_settings(["a"])
