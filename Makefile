@@ -16,9 +16,9 @@ setup: $(STAMP)  ## install autopar and everything its tests need into .venv
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[all]"
+	$(BIN)/python -m pip install -qq --upgrade pip "setuptools>=77" wheel
+	$(BIN)/python -m pip install -qq "torch==2.13.0"
+	$(BIN)/python -m pip install -qq --no-build-isolation -e ".[all]"
 	touch $(STAMP)
 
 demo: $(STAMP)  ## plan a GPT, train it on 4 ranks, compare with one device, DDP and FSDP2 (< 5 min)

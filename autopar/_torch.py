@@ -135,7 +135,7 @@ def decompositions(names: Iterable[str]) -> dict[Any, Any]:
 @contextmanager
 def without_checkpointing() -> Iterator[None]:
     """Inside, `torch.utils.checkpoint.checkpoint(f, ...)` just calls f, however it was imported."""
-    here = torch.utils.checkpoint
+    here: Any = torch.utils.checkpoint
     saved = here.CheckpointFunction, here._checkpoint_without_reentrant_generator
     here.CheckpointFunction, here._checkpoint_without_reentrant_generator = _Direct, _yield_once
     try:
@@ -225,10 +225,10 @@ def flash_backward_cpu(
     return dq, dk, dv
 
 
-def fake_like(mode: FakeTensorMode, source: torch.Tensor) -> torch.Tensor:
-    """A contiguous fake tensor on the CPU with the shape, dtype and requires_grad of any tensor."""
+def fake_like(mode: FakeTensorMode, source: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous fake tensor on the CPU with the shape, dtype (or another) and requires_grad of any tensor."""
     with mode:
-        fake = torch.empty(tuple(source.shape), dtype=source.dtype, device="cpu")
+        fake = torch.empty(tuple(source.shape), dtype=dtype or source.dtype, device="cpu")
     return fake.requires_grad_(source.requires_grad)
 
 

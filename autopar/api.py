@@ -20,10 +20,9 @@ from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph
-from autopar.passes import copy_views, emit, insert_conversions
+from autopar.passes import copy_views, emit
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.runtime.guards import Call, agreed
 from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.world import World, join
@@ -46,10 +45,10 @@ def parallelize(
 ) -> ParallelModule:
     """A module that trains `model` on `cluster`, to be called on every rank like the model itself.
 
-    example_inputs  a tuple of arguments, a dict of keyword arguments, or (tuple, dict); without them the plan is made at
-                    the first call
-    loss_fn         for models that return no scalar: `loss_fn(output)` or `loss_fn(output, *args, **kwargs)`; the module
-                    then returns the loss
+    example_inputs  a tuple of arguments, a dict of keyword arguments, or (tuple, dict); without them the plan is made
+                    at the first call
+    loss_fn         for models that return no scalar: `loss_fn(output)` or `loss_fn(output, *args, **kwargs)`; the
+                    module then returns the loss
     optimizer       the class that will be used, for the memory of its state
     memory_bytes    budget of one device; by default the cluster's
     precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
@@ -157,7 +156,7 @@ class Compiler:
                 stored=kept,
             )
             found = replace(found, fingerprint=MappingProxyType(expected))
-            return listed(found, insert_conversions(graph, self.axes(graph), found), self.axes(graph), self.cluster)
+            return listed(self.emit(graph, found), self.axes(graph), self.cluster)
 
         return files.cached(expected, solve) if stored is None and not local else solve()
 
@@ -186,4 +185,5 @@ def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(example_inputs), {}
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
-    raise InputError(f"example_inputs is a {type(example_inputs).__name__}; give a tuple of arguments or a dict of keywords")
+    kind = type(example_inputs).__name__
+    raise InputError(f"example_inputs is a {kind}; give a tuple of arguments or a dict of keywords")

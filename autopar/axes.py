@@ -138,6 +138,7 @@ def analyse(graph: Graph) -> Axes:
         raw[node.name] = instance
         tensors = [atoms[source(o)] for o in operands(node)] + _result_atoms(node, atoms)
         letters[node.name] = _constrain(instance, tensors)
+    _tie_results(graph, atoms)
     _name_inputs(graph, atoms)
     instances = {}
     for node in graph.fx.nodes:
@@ -243,6 +244,18 @@ def _refine_view(instance: Instance, sizes: list[list[list[int]]]) -> Instance:
                 whole |= set() if same else set(side[d])
                 count += len(shapes[d])
     return replace(instance, inputs=(tuple(ins),), outputs=(tuple(outs),), sizes=table, whole=frozenset(whole), groups=())
+
+
+def _tie_results(graph: Graph, atoms: dict[Value, list[list[Atom]]]) -> None:
+    """A gradient has its parameter's factors, a buffer's new value the buffer's, unless their sizes do not nest."""
+    ends = {(e.kind, e.name): e.node for e in graph.inputs}
+    nodes = graph.nodes
+    for output in graph.outputs:
+        kind = {"gradient": "parameter", "buffer": "buffer", "input_gradient": "input"}.get(output.kind)
+        if kind is None or output.node is None:
+            continue
+        for a, b in zip(atoms[ends[kind, output.name], 0], atoms[source(nodes[output.node])], strict=True):
+            unify(a, b)
 
 
 def _name_inputs(graph: Graph, atoms: dict[Value, list[list[Atom]]]) -> None:

@@ -10,7 +10,7 @@ ops and notes the user's line of every call. Nothing of the model is changed whe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar import _torch, adapters, tree
+from autopar.double import Double, widened
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.labels import label
@@ -25,7 +26,6 @@ from autopar.normalise import normalise
 from autopar.opaque_module import opaque
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
-from autopar.widen import widen
 
 __all__ = ["capture", "opaque"]
 
@@ -45,6 +45,7 @@ class Step:
     in_tree: tree.Tree
     leaves: list[Any]
     loss_fn: Callable[..., Any] | None
+    double: bool
     seen: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
@@ -53,7 +54,8 @@ class Step:
         values, rest = tensors[: len(named)], iter(tensors[len(named) :])
         filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree.unflatten(self.in_tree, filled)
-        with swapped(named, values), Tracing(self.model, rng):
+        wide = Double() if self.double else nullcontext()  # type: ignore[no-untyped-call]
+        with swapped(named, values), Tracing(self.model, rng), wide:
             out = self.model(*args, **kwargs)
             loss = None if self.loss_fn is None else call_loss(self.loss_fn, out, args, kwargs)
         return self.results(out, loss)
@@ -130,7 +132,7 @@ def capture(
     """
     parameters, buffers = named_tensors(model)
     leaves, in_tree = tree.flatten((tuple(args), dict(kwargs or {})))
-    step = Step(model, parameters, buffers, in_tree, leaves, loss_fn)
+    step = Step(model, parameters, buffers, in_tree, leaves, loss_fn, double)
     sources = [*(p.tensor for p in parameters), *(b.tensor for b in buffers)]
     sources += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     mode = _torch.fake_mode()
@@ -138,13 +140,13 @@ def capture(
         stack.enter_context(adapters.packed_sequences(model, args, kwargs or {}))
         stack.enter_context(_torch.without_checkpointing())
         stack.enter_context(torch.enable_grad())
-        fakes = tuple(_torch.fake_like(mode, source) for source in sources)
+        wide = widened if double else (lambda dtype: dtype)
+        fakes = tuple(_torch.fake_like(mode, source, wide(source.dtype)) for source in sources)
         rng = _torch.fake_like(mode, torch.zeros(2, dtype=torch.int64))
         joint = traced(step, (*fakes, rng))
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
-    graph = normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
-    return widen(graph, mode) if double else graph
+    return normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
 
 
 def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:

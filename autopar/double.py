@@ -1,7 +1,7 @@
-"""Every float32 of eager code replaced by float64, so that comparisons see no rounding.
+"""Every float32 replaced by float64, so that comparisons see no rounding.
 
 In: a model.  Out: `double_`, its parameters and buffers in float64; `Double`, a dispatch mode under which it
-computes in float64 even where it asks for float32.  Next: `widen.py`, the same for a graph.
+computes in float64 even where it asks for float32, eagerly and while it is traced.  Next: `capture.py`.
 This file needs no part of the compiler.
 """
 

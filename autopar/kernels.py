@@ -23,7 +23,7 @@ def forward(
     """(out, logsumexp) by a fused kernel, or None."""
     if not fits(q, k, v, mask, causal):
         return None
-    return _torch.flash_forward_cpu(q, k, v, causal, scale)
+    return _torch.flash_forward_cpu(dense(q), dense(k), dense(v), causal, scale)
 
 
 def backward(
@@ -40,4 +40,11 @@ def backward(
     """(dq, dk, dv) by a fused kernel, or None."""
     if not fits(q, k, v, mask, causal):
         return None
-    return _torch.flash_backward_cpu(grad, q, k, v, out, logsumexp, causal, scale)
+    return _torch.flash_backward_cpu(
+        dense(grad), dense(q), dense(k), dense(v), dense(out), logsumexp.contiguous(), causal, scale
+    )
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` with its last dim contiguous, as the kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()

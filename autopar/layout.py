@@ -154,9 +154,9 @@ class Layout:
 class Step:
     """One step of a conversion, and the layouts at both ends of it.
 
-    kind    "all_reduce" | "reduce_scatter" | "all_gather" | "all_to_all" | "slice" | "to_pending"; the last two move
-            nothing between devices
-    axis    the one mesh axis it works on
+    kind    "all_reduce" | "reduce_scatter" | "all_gather" | "all_to_all" | "slice" | "to_pending" | "relabel"; the last
+            three move nothing between devices, and "relabel" only reads a whole dim as other factors
+    axis    the one mesh axis it works on ("" for a relabel)
     """
 
     kind: str
@@ -166,7 +166,7 @@ class Step:
 
     @property
     def free(self) -> bool:
-        return self.kind in ("slice", "to_pending")
+        return self.kind in ("slice", "to_pending", "relabel")
 
 
 def steps_from(layout: Layout, mesh: Mesh) -> Iterator[Step]:
@@ -276,8 +276,26 @@ def _space(factors: tuple[tuple[int, ...], ...], mesh: Mesh) -> _Space:
 
 @lru_cache(maxsize=None)
 def conversion(source: Layout, target: Layout, mesh: Mesh) -> tuple[Step, ...] | None:
-    """The sequence of steps from one layout to another that moves the fewest elements; None where there is none."""
+    """The sequence of steps from one layout to another that moves the fewest elements; None where there is none.
+
+    Dims that the two ends see as different factors are whole in between.
+    """
     if source == target:
         return ()
+    if source.factors != target.factors:
+        return _through_whole_dims(source, target, mesh)
     space = _space(source.factors, mesh)
     return space.path(space.number(source), space.number(target))
+
+
+def _through_whole_dims(source: Layout, target: Layout, mesh: Mesh) -> tuple[Step, ...] | None:
+    """A conversion whose ends do not factor every dim alike: those dims are made whole, relabelled, and cut again."""
+    alike = [a == b for a, b in zip(source.factors, target.factors, strict=True)]
+    whole = Layout.whole(source.factors).cuts
+    cuts = tuple(c if same else w for c, w, same in zip(source.cuts, whole, alike, strict=True))
+    before = replace(source, cuts=cuts)
+    other = Layout.whole(target.factors).cuts
+    after = Layout(target.factors, tuple(c if same else w for c, w, same in zip(cuts, other, alike, strict=True)))
+    after = replace(after, pending=source.pending)
+    first, last = conversion(source, before, mesh), conversion(after, target, mesh)
+    return None if first is None or last is None else (*first, Step("relabel", "", before, after), *last)

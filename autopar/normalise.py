@@ -17,13 +17,17 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 import torch.fx as fx
+from torch import Tensor
 
 from autopar import rewrites, rewrites_views  # noqa: F401  (they fill the table)
 from autopar.build import Builder, relabelled
 from autopar.graph import Graph
 from autopar.masks import fold_masks
 from autopar.rewrite_table import REWRITES
+
+KEEP_INTEGERS = {torch.ops.aten.where.ScalarSelf, torch.ops.aten.where.Scalar, torch.ops.aten.where.ScalarOther}
 
 
 def normalise(graph: Graph, mode: Any) -> Graph:
@@ -48,13 +52,29 @@ def rewritten(graph: Graph, mode: Any) -> Graph:
                 continue
             rewrite = REWRITES.get(node.target)
             made = rewrite(build, node, *args, **kwargs) if rewrite is not None else None
-            env[node] = build.add(node.target, args, kwargs, node.meta["val"], node.name) if made is None else made
+            if made is None:
+                args = explicit(build, node, args, kwargs)
+                made = build.add(node.target, args, kwargs, node.meta["val"], node.name)
+            env[node] = made
         elif node.op == "output":
             build.graph.output(fx.node.map_arg(node.args[0], new))
         else:
             env[node] = build.graph.node_copy(node, new)
             env[node].meta = dict(node.meta)
     return relabelled(graph, build.graph, env)
+
+
+def explicit(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Integers that an op turns into floats are cast first: else the default dtype of the day decides the result's."""
+    value = node.meta["val"]
+    if getattr(node.target, "namespace", "") != "aten" or node.target in KEEP_INTEGERS or "dtype" in kwargs:
+        return args
+    operands = [n.meta["val"].dtype for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not operands:
+        return args
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in operands):
+        return args
+    return fx.node.map_arg(args, lambda n: build.cast(n, value.dtype))
 
 
 def pruned(graph: Graph) -> Graph:

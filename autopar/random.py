@@ -153,7 +153,25 @@ def _attention(mode: Draws, *args: Any, **kwargs: Any) -> Tensor:
     return mode.attention(*args, **kwargs)
 
 
-HANDLERS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer, whose own dropout between layers nobody else could draw."""
+
+    def handler(mode: Draws, *args: Any, **kwargs: Any) -> Any:
+        at = next(i for i, arg in enumerate(args) if isinstance(arg, bool))  # bias, layers, dropout, training
+        if args[at + 2] > 0 and args[at + 3]:
+            raise UnsupportedError(
+                f"dropout={args[at + 2]} inside a recurrent layer cannot be drawn the same way on every device\n"
+                "  try: one layer at a time with nn.Dropout between them"
+            )
+        return function(*args, **kwargs)
+
+    return handler
+
+
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{function: _recurrent(function) for function in RECURRENT},
     F.dropout: _f_dropout,
     torch.dropout: _torch_dropout,
     torch.dropout_: _torch_dropout_,

@@ -1,6 +1,6 @@
 """A plan as people read it: at most a screen, repeated blocks once.
 
-In: a `Plan`, and for the lines about ops the graph after `insert_conversions`.  Out: text.  Next: `files.py`, the JSON.
+In: a `Plan`, and for the lines about ops its `Program`.  Out: text.  Next: `files.py`, the JSON.
 
     plan  mesh(data=2, model=4)  step 12.41 ms = compute 9.80 + exposed comm 2.61   peak 41.2 of 72.0 GiB   gap 0.00 %
     blocks.0-31  x 32
@@ -13,7 +13,7 @@ collectives that its result goes through.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,13 +22,16 @@ from typing import Any
 from torch import fx
 
 from autopar.axes import Axes
+from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
 from autopar.cost.comm import step_s
 from autopar.cost.compute import node_s
 from autopar.fingerprint import type_text
-from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, Step
+from autopar.moves import collectives, moves
 from autopar.plan import ParameterPlan, Plan
+from autopar.program import Program
+from autopar.rules.core import results
 
 GIB, MIB = 2.0**30, 2.0**20
 MOST_OPS = 34  # lines about ops; with everything else a plan stays below 60
@@ -49,9 +52,10 @@ def text(plan: Plan) -> str:
     )
 
 
-def listed(plan: Plan, placed: Graph, axes: Axes, cluster: ClusterSpec) -> Plan:
-    """The plan with the lines about its ops, which are saved and printed with it; `placed`: after `insert_conversions`."""
-    lines = program_lines(placed, axes, plan, cluster)
+def listed(program: Program, axes: Axes, cluster: ClusterSpec) -> Plan:
+    """The program's plan with the lines about its ops, which are saved and printed with it."""
+    plan = program.plan
+    lines = program_lines(program, axes, cluster)
     return replace(plan, certificate=MappingProxyType({**plan.certificate, "program": lines}))
 
 
@@ -110,9 +114,9 @@ def tail(module: str) -> str:
     return re.sub(r"^.*?\.?\d+(?:\.|$)", "", module, count=1) if block(module) else module
 
 
-def program_lines(placed: Graph, axes: Axes, plan: Plan, cluster: ClusterSpec) -> list[str]:
+def program_lines(program: Program, axes: Axes, cluster: ClusterSpec) -> list[str]:
     """The forward ops that compute or communicate, blocks folded, then every phase's collectives in total."""
-    lines = list(op_lines(placed, axes, plan, cluster))
+    lines = list(op_lines(program, axes, cluster))
     groups = list(fold(lines))
     rows = [row for heading, members in groups for row in columns(heading, members)]
     widths = [max((len(row[i]) for row in rows if len(row) > 1), default=0) for i in range(5)]
@@ -125,7 +129,7 @@ def program_lines(placed: Graph, axes: Axes, plan: Plan, cluster: ClusterSpec) -
         out.append(f"{place} {node} : {kind} = {op}  {roles}  {row[5]}")
     if len(out) > MOST_OPS:
         out = [*out[: MOST_OPS - 1], f"  ... and {len(out) - MOST_OPS + 1} lines more"]
-    return [*out, *total_lines(placed, plan.mesh)]
+    return [*out, *total_lines(program)]
 
 
 NAMELESS = re.compile(r"\bf\d+=")  # a factor that no rule has a name for
@@ -139,51 +143,67 @@ def columns(heading: str, members: Sequence[Line]) -> Iterator[tuple[str, ...]]:
         yield ("  " + tail(x.module) if heading else x.module), x.node, x.type, x.op, x.roles, f"{x.time} ms{x.then}"
 
 
-def op_lines(placed: Graph, axes: Axes, plan: Plan, cluster: ClusterSpec) -> Iterator[Line]:
+def op_lines(program: Program, axes: Axes, cluster: ClusterSpec) -> Iterator[Line]:
     """Lines of the forward ops that have flops or whose result is communicated."""
-    after = collectives_after(placed)
-    for node in placed.fx.nodes:
+    mesh, after = program.plan.mesh, collectives_after(program.forward)
+    seen: set[str] = set()
+    for node in program.forward.nodes:
         origin = node.meta.get("origin")
-        if origin is None or node.meta.get("phase") != "forward":
+        instance = axes.instances.get(origin)
+        if instance is None or origin in seen or "step" in node.meta:
             continue
-        instance, choice = axes.instances[origin], node.meta["choice"]
-        if instance.flops is None and node not in after:
+        seen.add(origin)
+        if instance.flops is None and origin not in after:
             continue
-        value = node.meta["val"]
-        first = value[0] if isinstance(value, (tuple, list)) else value
+        captured = program.graph.node(origin)
+        choice = choice_of(axes, captured, program.plan.ops[origin], mesh)
+        assert choice is not None, origin
+        first = results(captured)[0]
         layout, labels = choice.outputs[0], axes.labels.get((origin, 0))
         ends = [*((layout, first.dtype) for layout in choice.inputs), (layout, first.dtype)]
-        seconds = node_s(node, instance, choice.roles, ends, plan.mesh, cluster)
-        itemsize = first.dtype.itemsize
-        then = [f"{s.kind}({s.axis}) {ms(step_s(s, itemsize, plan.mesh, cluster))} ms" for s in after.get(node, ())]
+        seconds = node_s(captured, instance, choice.roles, ends, mesh, cluster)
+        then = [f"{s.kind}({s.axis}) {ms(step_s(s, first.dtype.itemsize, mesh, cluster))} ms" for s in after.get(origin, ())]
         yield Line(
-            node.meta.get("module", ""),
-            f"%{node.name}",
+            captured.meta.get("module", ""),
+            f"%{origin}",
             type_text(first).split("[")[0] + NAMELESS.sub("", layout.text(labels)),
-            getattr(node.target, "__name__", str(node.target)).split(".")[0],
-            roles_text(choice.roles, plan.mesh),
+            getattr(captured.target, "__name__", str(captured.target)).split(".")[0],
+            roles_text(axes, captured, choice.roles, mesh),
             ms(seconds),
             f"   then {', '.join(then)}" if then else "",
         )
 
 
-def roles_text(roles: Sequence[str], mesh: Mesh) -> str:
-    """`m@data k@model`; an axis along which the op runs whole is left out."""
-    return " ".join(f"{role}@{axis}" for role, axis in zip(roles, mesh.names, strict=True) if role) or "whole"
+def roles_text(axes: Axes, node: fx.Node, roles: Sequence[str], mesh: Mesh) -> str:
+    """`batch@data heads@model`; an axis along which the op runs whole is left out, a letter without a name stays one."""
+    names = letter_names(axes, node)
+    parts = [f"{names.get(role, role)}@{axis}" for role, axis in zip(roles, mesh.names, strict=True) if role]
+    return " ".join(parts) or "whole"
 
 
-def collectives_after(placed: Graph) -> dict[fx.Node, list[Step]]:
-    """The steps that move something, by the op whose result they carry; in forward only."""
-    out: dict[fx.Node, list[Step]] = defaultdict(list)
-    for node in placed.fx.nodes:
-        step = node.meta.get("step")
-        if step is None or step.free or node.meta["phase"] != "forward":
-            continue
+def letter_names(axes: Axes, node: fx.Node) -> dict[str, str]:
+    """The names of the letters of an op's rule."""
+    instance = axes.rule(node)
+    values = [(node.name, i) for i in range(len(instance.outputs))]
+    pairs = [*zip(instance.outputs, values, strict=True), *zip(instance.inputs, axes.operands(node), strict=True)]
+    found: dict[str, str] = {}
+    for dims, value in pairs:
+        for letters, labels in zip(dims, axes.labels.get(value, ()), strict=False):
+            for letter, label in zip(letters, labels, strict=False):
+                if not NAMELESS.fullmatch(f"{label}="):
+                    found.setdefault(letter, label)
+    return found
+
+
+def collectives_after(graph: fx.Graph) -> dict[str, list[Step]]:
+    """The collectives of a graph, by the captured op whose result, or part of whose own subgraph, they carry."""
+    out: dict[str, list[Step]] = defaultdict(list)
+    for node, step in collectives(graph):
         root = node
-        while "step" in root.meta or getattr(root.target, "__name__", "") == "getitem":
-            root = root.args[0]
+        while root.op == "call_function" and "origin" not in root.meta:
+            root = root.args[0]  # type: ignore[assignment]
         if root.op == "call_function":
-            out[root].append(step)
+            out[root.meta["origin"]].append(step)
     return dict(out)
 
 
@@ -223,29 +243,12 @@ def title(here: tuple[str, int] | None, count: int) -> str:
 # --- totals -----------------------------------------------------------------------------------------------------------
 
 
-def collectives(placed: Graph, mesh: Mesh) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """What the program will move: (kind, mesh axis, phase) -> (tensors, bytes at the larger end)."""
-    tensors: Counter[tuple[str, str, str]] = Counter()
-    count: Counter[tuple[str, str, str]] = Counter()
-    for node in placed.fx.nodes:
-        step = node.meta.get("step")
-        if step is not None and not step.free:
-            key = step.kind, step.axis, node.meta["phase"]
-            tensors[key] += 1
-            value = node.meta["val"]
-            itemsize = (value[0] if isinstance(value, (tuple, list)) else value).dtype.itemsize
-            count[key] += max(step.before.local_numel(mesh), step.after.local_numel(mesh)) * itemsize
-    return {key: (tensors[key], count[key]) for key in sorted(tensors)}
-
-
-def total_lines(placed: Graph, mesh: Mesh) -> Iterator[str]:
+def total_lines(program: Program) -> Iterator[str]:
     """One line a phase."""
-    found = collectives(placed, mesh)
+    found = moves(program)
     for phase in ("forward", "backward"):
         parts = [
-            f"{number} {kind}({axis}) {size(moved)}"
-            for (kind, axis, when), (number, moved) in found.items()
-            if when == phase
+            f"{number} {kind}({axis}) {size(moved)}" for (kind, axis, when), (number, moved) in found.items() if when == phase
         ]
         yield f"{phase} moves {', '.join(parts) or 'nothing'}"
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def is_model(filename: str) -> bool:
     return filename.startswith((MODELS, HERE + "models" + os.sep))
 
 
-def line_of(code: Any, lineno: int) -> str:
+def line_of(code: CodeType, lineno: int) -> str:
     """`model.py:31, in GPT.forward: logits = self.head(x)`."""
     text = linecache.getline(code.co_filename, lineno).strip()
     return f"{os.path.basename(code.co_filename)}:{lineno}, in {code.co_qualname}: {text}"
@@ -52,7 +52,7 @@ def frame_line(frame: FrameType | None) -> str:
     library: FrameType | None = None
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__call__" and code.co_filename == STEP_FILE:
+        if is_step(code):
             break
         grade = rank(code.co_filename)
         if grade == 0:
@@ -63,7 +63,9 @@ def frame_line(frame: FrameType | None) -> str:
     return "" if library is None else line_of(library.f_code, library.f_lineno)
 
 
-STEP_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "capture.py")
+def is_step(code: CodeType) -> bool:
+    """The frame in which capture calls the model."""
+    return code.co_name == "__call__" and code.co_filename == HERE + "capture.py"
 
 
 def user_line(traceback: TracebackType | None) -> str:
@@ -72,7 +74,9 @@ def user_line(traceback: TracebackType | None) -> str:
     while traceback is not None:
         code = traceback.tb_frame.f_code
         grade = rank(code.co_filename)
-        if grade < 2 and grade <= best_rank:
+        if is_step(code):
+            best, best_rank = "", 2  # what called capture is of no interest
+        elif grade < 2 and grade <= best_rank:
             best, best_rank = line_of(code, traceback.tb_lineno), grade
         traceback = traceback.tb_next
     return best

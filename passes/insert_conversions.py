@@ -141,7 +141,7 @@ class _Inserter:
         node = self.nodes[output.node]
         layout = self.env[node].meta["layouts"][0]
         if output.kind in ("loss", "buffer"):
-            layout = Layout.whole(layout.factors)
+            layout = Layout.whole(self.axes.factors[source(node)])
         elif output.kind == "gradient":
             layout = self.plan.parameters[output.name].stored
         else:

@@ -48,8 +48,8 @@ class Lowering:
     def shape(self, layout: Layout) -> list[int]:
         return list(layout.local_shape(self.mesh, dict(self.coordinate)))
 
-    def reshape(self, x: fx.Node, sizes: list[int]) -> fx.Node:
-        return self.call(aten.reshape.default, x, sizes)
+    def reshape(self, x: fx.Node, before: list[int], after: list[int]) -> fx.Node:
+        return x if before == after else self.call(aten.reshape.default, x, after)
 
     def pad(self, x: fx.Node, sizes: list[int], at: int, size: int) -> fx.Node:
         """Zeros at the end of dim `at` up to `size`."""
@@ -79,12 +79,16 @@ class Lowering:
         sizes = self.sizes(step.before)
         piece = -(-sizes[at] // n)
         start = min(sizes[at], piece * self.coordinate[step.axis])
-        cut = self.run(self.reshape(x, sizes), sizes, at, start, min(sizes[at], start + piece))
-        return self.reshape(cut, self.shape(step.after))
+        end = min(sizes[at], start + piece)
+        cut = self.run(self.reshape(x, self.shape(step.before), sizes), sizes, at, start, end)
+        return self.reshape(cut, [*sizes[:at], end - start, *sizes[at + 1 :]], self.shape(step.after))
 
     def to_pending(self, x: fx.Node, step: Step) -> fx.Node:
         """The value on the first device of the axis, zeros on the others."""
         return x if self.coordinate[step.axis] == 0 else self.call(aten.zeros_like.default, x)
+
+    def relabel(self, x: fx.Node, step: Step) -> fx.Node:
+        return x
 
     def all_reduce(self, x: fx.Node, step: Step) -> fx.Node:
         kind = dict(step.before.pending)[step.axis]
@@ -96,55 +100,59 @@ class Lowering:
         mine, full = self.sizes(step.before), self.sizes(step.after)
         piece = -(-full[at] // n)
         padded = [*mine[:at], piece, *mine[at + 1 :]]
-        x = self.contiguous(self.pad(self.reshape(x, mine), mine, at, piece))
+        x = self.contiguous(self.pad(self.reshape(x, self.shape(step.before), mine), mine, at, piece))
         x = self.wait(self.call(c10d.all_gather_into_tensor.default, x, n, self.groups[step.axis]))
-        return self.reshape(self.front_to(x, padded, at, n, full[at]), self.shape(step.after))
+        return self.reshape(self.front_to(x, padded, at, n, full[at]), full, self.shape(step.after))
 
     def front_to(self, x: fx.Node, padded: list[int], at: int, n: int, size: int) -> fx.Node:
-        """Pieces stacked in front become one dim `at` of `size`."""
-        if math.prod(padded[:at]) != 1:
-            x = self.reshape(x, [n, *padded])
-            order = [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)]
-            x = self.call(aten.permute.default, x, order)
+        """Pieces stacked in front, [n * first dim, ...], become one dim `at` of `size`."""
+        stacked = [n * padded[0], *padded[1:]]
         sizes = [*padded[:at], n * padded[at], *padded[at + 1 :]]
-        return self.trim(self.reshape(x, sizes), sizes, at, size)
+        if math.prod(padded[:at]) != 1:
+            x = self.call(aten.reshape.default, x, [n, *padded])
+            x = self.call(aten.permute.default, x, [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)])
+            x = self.call(aten.reshape.default, x, sizes)
+        else:
+            x = self.reshape(x, stacked, sizes)
+        return self.trim(x, sizes, at, size)
 
     def to_front(self, x: fx.Node, sizes: list[int], at: int, n: int) -> fx.Node:
-        """Dim `at` becomes n pieces, stacked in front of all dims."""
+        """Dim `at` becomes n pieces, stacked in front: [n * first dim, ...], dim `at` a piece."""
         piece = -(-sizes[at] // n)
         x = self.pad(x, sizes, at, n * piece)
-        x = self.reshape(x, [*sizes[:at], n, piece, *sizes[at + 1 :]])
-        order = [at, *range(at), *range(at + 1, len(sizes) + 1)]
-        return self.contiguous(self.call(aten.permute.default, x, order) if at else x)
+        if math.prod(sizes[:at]) != 1:
+            x = self.call(aten.reshape.default, x, [*sizes[:at], n, piece, *sizes[at + 1 :]])
+            x = self.call(aten.permute.default, x, [at, *range(at), *range(at + 1, len(sizes) + 1)])
+        stacked = [*sizes[:at], piece, *sizes[at + 1 :]]
+        stacked[0] *= n
+        return self.contiguous(self.call(aten.reshape.default, x, stacked))
 
     def reduce_scatter(self, x: fx.Node, step: Step) -> fx.Node:
         place = landed(step)
         at, n = flat(step.before, place), self.mesh.size(step.axis)
         full, mine = self.sizes(step.before), self.sizes(step.after)
         piece = -(-full[at] // n)
-        stacked = self.to_front(self.reshape(x, full), full, at, n)
+        stacked = self.to_front(self.reshape(x, self.shape(step.before), full), full, at, n)
         kind = dict(step.before.pending)[step.axis]
         out = self.wait(self.call(c10d.reduce_scatter_tensor.default, stacked, kind, n, self.groups[step.axis]))
         sizes = [*full[:at], piece, *full[at + 1 :]]
-        return self.reshape(self.trim(self.reshape(out, sizes), sizes, at, mine[at]), self.shape(step.after))
+        return self.reshape(self.trim(out, sizes, at, mine[at]), mine, self.shape(step.after))
 
     def all_to_all(self, x: fx.Node, step: Step) -> fx.Node:
         source, target = flat(step.before, left(step)), flat(step.before, landed(step))
         n = self.mesh.size(step.axis)
         before, after = self.sizes(step.before), self.sizes(step.after)
         piece = -(-after[source] // n)
-        x = self.pad(self.reshape(x, before), before, source, piece)
+        x = self.pad(self.reshape(x, self.shape(step.before), before), before, source, piece)
         padded = [*before[:source], piece, *before[source + 1 :]]
         x = self.to_front(x, padded, target, n)
         part = -(-before[target] // n)
         padded[target] = part
-        equal = [math.prod(padded)] * n
-        x = self.reshape(x, [n * equal[0]])
+        equal = [padded[0]] * n
         x = self.wait(self.call(c10d.all_to_all_single.default, x, equal, equal, self.groups[step.axis]))
-        x = self.reshape(x, [n, *padded])
         x = self.front_to(x, padded, source, n, after[source])
         padded[source] = after[source]
-        return self.reshape(self.trim(x, padded, target, after[target]), self.shape(step.after))
+        return self.reshape(self.trim(x, padded, target, after[target]), after, self.shape(step.after))
 
 
 def flat(layout: Layout, place: Place) -> int:

@@ -38,6 +38,10 @@ def to_pending(x: Any, axis: str) -> Any:
     return _unbound("to_pending")
 
 
+def relabel(x: Any, axis: str) -> Any:
+    return _unbound("relabel")
+
+
 def span_start() -> Any:
     return _unbound("span_start")
 
@@ -46,5 +50,5 @@ def span_length() -> Any:
     return _unbound("span_length")
 
 
-COLLECTIVES = {f.__name__: f for f in (all_reduce, reduce_scatter, all_gather, all_to_all, slice, to_pending)}
+COLLECTIVES = {f.__name__: f for f in (all_reduce, reduce_scatter, all_gather, all_to_all, slice, to_pending, relabel)}
 SPANS = (span_start, span_length)

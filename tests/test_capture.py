@@ -388,9 +388,19 @@ def test_recurrent_modules_keep_their_weights_twice() -> None:
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) < 1e-13
 
 
-def test_random_ops_that_python_does_not_see_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"draws random numbers(.|\n)*in Recurrent.forward: return self.rnn"):
+def test_dropout_inside_a_recurrent_layer_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"dropout=0.5 inside a recurrent(.|\n)*in Recurrent.forward: "):
         capture(Recurrent(0.5), (torch.randn(2, 3, 4),))
+
+
+class Native(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, 0.5, True)[0].sum()
+
+
+def test_random_ops_of_the_library_underneath_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"draws random numbers(.|\n)*in Native.forward: return torch.native"):
+        capture(Native(), (torch.randn(2, 3, requires_grad=True),))
 
 
 class Checkpointed(nn.Module):
@@ -428,3 +438,22 @@ def test_a_hidden_parameter_is_refused_and_a_plain_tensor_is_a_constant() -> Non
     graph = capture(model, (x, 1), double=True)
     assert len(graph.attributes) == 1 and list(graph.constants.values()) == [1]
     assert torch.allclose(run_graph(graph, model, (x, 1), {})["loss", "loss"].float(), model(x, 1))
+
+
+class Numbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Linear(4, 4), torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        ratio = (x > 0).sum() / 7  # integers divided
+        made = torch.arange(0, 1, 0.25) + torch.tensor(0.1) + torch.tensor(0.1, dtype=torch.float32) + self.scale
+        low = self.a(x).to(torch.float32) * torch.finfo(torch.float32).eps
+        return ((low + made) * ratio).mean(dtype=torch.float32) + torch.linspace(0, 1, 7).sum()
+
+
+def test_numbers_made_inside_are_wide_too() -> None:
+    model, args = Numbers(), (torch.randn(3, 4),)
+    graph = capture(model, args, double=True)
+    assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-15
+    assert all(n.meta["val"].dtype != torch.float32 for n in graph.fx.nodes if n.op == "call_function")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from autopar.layout import Layout, Mesh, chunk
+from autopar.placements import placeable
 from autopar.plan import ParameterPlan
 
 
@@ -22,8 +23,9 @@ def pieces(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
 
 
 def storable(layout: Layout, mesh: Mesh) -> bool:
-    """Whether no rank's piece is empty and nothing is pending."""
-    return not layout.pending and all(0 not in pieces(size, cut, mesh) for _, size, cut in layout.places())
+    """Whether a DTensor can hold this layout (nothing pending) and no rank's piece is empty."""
+    full = all(0 not in pieces(size, cut, mesh) for _, size, cut in layout.places())
+    return full and placeable(layout, mesh)
 
 
 def shard(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
@@ -32,7 +34,7 @@ def shard(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
     for place, size, cut in layout.places():
         longer = (*cut, axis)
         lengths = pieces(size, longer, mesh)
-        if 0 not in lengths:
+        if 0 not in lengths and placeable(layout.with_cut(place, longer), mesh):
             fitting.append((len(lengths) > 1, place, layout.with_cut(place, longer)))
     return min(fitting, key=lambda f: f[:2])[2] if fitting else None
 

@@ -13,17 +13,14 @@ from typing import Any
 
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import memory, state_copies
 from autopar.cost.price import price
-from autopar.errors import NoPlan
+from autopar.errors import NoPlan, UnsupportedError
 from autopar.graph import Graph
-from autopar.layout import Layout, Mesh
-from autopar.passes import emit
+from autopar.layout import Mesh
 from autopar.plan import ParameterPlan, Plan
+from autopar.planner.budget import Budgeted
 from autopar.planner.program import Programme
-from autopar.planner.solver import Solution
-from autopar.planner.units import FREE, Problem, input_layout, problem
-from autopar.planner.watch import Watch
+from autopar.planner.units import FREE, Problem, problem
 
 NAMES = ("data", "model")
 
@@ -82,6 +79,8 @@ def plan(
         if found is None or one.costs["step_s"] < found.costs["step_s"] * (1 - 1e-9):
             found = one
     assert found is not None
+    if strategy is not None and not strategy.shows(found):
+        raise UnsupportedError(f"{strategy} finds nothing to cut in this model on {found.mesh}")
     total = {"seconds": time.monotonic() - started, "tried": certificate}
     return replace(found, certificate=MappingProxyType({**found.certificate, **total}))
 
@@ -91,43 +90,17 @@ def solve(
 ) -> Plan:
     """The fastest plan on one mesh that fits."""
     programme = Programme(made)
-    watch = Watch(programme, state_copies(optimizer), budget)
-    started, rounds = time.monotonic(), 0
-    while True:
-        left = max(1.0, time_limit - (time.monotonic() - started))
-        solution = programme.model.minimise(left, seed)
-        if not solution.found:
-            raise NoPlan(f"no plan found on {made.mesh}")
-        plan = decision(programme, solution, local)
-        program = emit(made.graph, made.axes, plan)
-        held = memory(program, optimizer)
-        if held.peak <= budget:
-            break
-        rounds += 1
-        watch.add(program, held, programme.picked(solution))
-    paid = price(program, made.graph, made.axes, made.cluster)
-    costs = {**paid, "peak_bytes": float(held.peak), "budget_bytes": float(budget)}
-    costs |= {f"{kind}_bytes": float(n) for kind, n in held.persistent.items()}
+    found = Budgeted(programme, budget, optimizer, local, seed).solve(time_limit)
+    if found.plan is None or found.program is None or found.memory is None:
+        raise NoPlan(f"no plan found on {made.mesh}")
+    paid = price(found.program, made.graph, made.axes, made.cluster)
+    costs = {**paid, "peak_bytes": float(found.memory.peak), "budget_bytes": float(budget)}
+    costs |= {f"{kind}_bytes": float(n) for kind, n in found.memory.persistent.items()}
+    solution = found.solution
     certificate = {
-        "objective_s": solution.objective, "bound_s": solution.bound, "gap": solution.gap, "rounds": rounds,
+        "objective_s": paid["step_s"], "bound_s": min(solution.bound, paid["step_s"]),
+        "gap": max(0.0, 1 - solution.bound / paid["step_s"]) if paid["step_s"] else 0.0, "rounds": found.rounds,
         "solve_s": solution.seconds, "variables": programme.model.size, "rows": programme.model.rows,
+        "programme_s": solution.objective,
     }  # fmt: skip
-    return replace(plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
-
-
-def decision(programme: Programme, solution: Solution, local: frozenset[str]) -> Plan:
-    """The plan that a solution stands for."""
-    made = programme.problem
-    picked = programme.picked(solution)
-    ops: dict[str, tuple[str, ...]] = {}
-    parameters: dict[str, ParameterPlan] = {}
-    entries = {entry.node: entry.name for entry in made.graph.inputs}
-    for unit in made.units:
-        label = made.options_of(unit)[picked[unit.shape]].label
-        if unit.kind == "op":
-            ops[unit.name] = label
-        elif unit.kind == "parameter":
-            parameters[entries[unit.name]] = label
-    inputs: Mapping[str, Layout] = {name: input_layout(made.axes, made.mesh, name, True) for name in sorted(local)}
-    return Plan(made.mesh, MappingProxyType(ops), MappingProxyType(parameters), MappingProxyType(dict(inputs)))
-
+    return replace(found.plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))

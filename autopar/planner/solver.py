@@ -6,8 +6,8 @@ In: variables, rows, a time limit.  Out: `Solution`, with a bound.  Next: `progr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from ortools.math_opt import model_pb2
@@ -24,6 +24,7 @@ class Solution:
     """Values of all variables.
 
     objective, bound   of the minimised sum; equal when the solution is proved best
+    prices             of rows, where the yes-or-no variables were relaxed: what one unit more of a bound adds
     status             "optimal" | "feasible" (the time ran out) | "infeasible" | "unknown"
     """
 
@@ -33,6 +34,7 @@ class Solution:
     bound: float = float("-inf")
     seconds: float = 0.0
     branched: bool = False
+    prices: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def found(self) -> bool:
@@ -97,48 +99,73 @@ class Model:
         self.factors += [f for _, f in kept]
         return made
 
-    def minimise(self, time_limit: float, seed: int = 0, costs: dict[int, float] | None = None) -> Solution:
+    def relax(self, time_limit: float, seed: int = 0, costs: Mapping[int, float] | None = None) -> Solution:
+        """The programme with yes-or-no variables anywhere between: a bound, and the prices of rows."""
+        return self._solve(False, time_limit, seed, self.costs if costs is None else costs, frozenset())
+
+    def branch(self, time_limit: float, seed: int = 0, closed: Iterable[int] = ()) -> Solution:
+        """The programme as it is, perhaps with some variables kept at 0."""
+        return self._solve(True, time_limit, seed, self.costs, frozenset(closed))
+
+    def whole(self, solution: Solution) -> bool:
+        """Whether every yes-or-no variable is one or the other."""
+        values = solution.values
+        return solution.status == "optimal" and all(min(values[b], 1 - values[b]) < FRACTION for b in self.binaries)
+
+    def minimise(self, time_limit: float, seed: int = 0) -> Solution:
         """Solve the relaxation; branch where it is fractional."""
         started = time.monotonic()
-        costs = self.costs if costs is None else costs
-        scale = 1e3 / max((abs(c) for c in costs.values() if c), default=1e3)
-        relaxed = self._solve(False, time_limit, seed, costs, scale)
-        if not relaxed.found:
+        relaxed = self.relax(time_limit, seed)
+        if not relaxed.found or self.whole(relaxed):
             return relaxed
-        whole = relaxed.status == "optimal" and all(
-            min(relaxed.values[b], 1 - relaxed.values[b]) < FRACTION for b in self.binaries
-        )
-        bound, found = relaxed.bound, relaxed
-        if not whole:
-            left = max(1.0, time_limit - (time.monotonic() - started))
-            found = self._solve(True, left, seed, costs, scale)
-            bound = max(bound, found.bound)
-        seconds = time.monotonic() - started
-        bound = min(bound, found.objective) / scale
-        return Solution(found.status, found.values, found.objective / scale, bound, seconds, not whole)
+        found = self.branch(max(1.0, time_limit - (time.monotonic() - started)), seed)
+        bound = min(max(relaxed.bound, found.bound), found.objective)
+        return replace(found, bound=bound, seconds=time.monotonic() - started, branched=True)
 
-    def proto(self, branch: bool, costs: dict[int, float], scale: float) -> model_pb2.ModelProto:
-        """The programme in the solver's own form, its objective scaled."""
+    def zeros(self, closed: frozenset[int]) -> set[int]:
+        """Variables that are 0 when some are: what flows out of a closed end."""
+        out = set(closed) | {v for v, upper in enumerate(self.upper) if upper == 0.0}
+        rows: dict[int, tuple[list[int], bool]] = {}
+        for row, column, factor in zip(self.row_ids, self.column_ids, self.factors, strict=True):
+            if self.row_lower[row] == self.row_upper[row] == 0.0:
+                flows, open_end = rows.get(row, ([], False))
+                if factor > 0:
+                    flows.append(column)
+                rows[row] = flows, open_end or (factor < 0 and column not in out)
+        for flows, open_end in rows.values():
+            if not open_end:
+                out.update(flows)
+        return out
+
+    def proto(self, branch: bool, costs: Mapping[int, float], scale: float, zeros: set[int]) -> model_pb2.ModelProto:
+        """The programme in the solver's own form: without what is 0, the objective scaled."""
         out = model_pb2.ModelProto()
-        count = len(self.upper)
-        out.variables.ids.extend(range(count))
-        out.variables.lower_bounds.extend([0.0] * count)
-        out.variables.upper_bounds.extend(self.upper)
+        kept = [v for v in range(len(self.upper)) if v not in zeros]
         yes_or_no = set(self.binaries) if branch else set()
-        out.variables.integers.extend(v in yes_or_no for v in range(count))
-        priced = sorted((v, c * scale) for v, c in costs.items() if c)
+        out.variables.ids.extend(kept)
+        out.variables.lower_bounds.extend([0.0] * len(kept))
+        out.variables.upper_bounds.extend(self.upper[v] for v in kept)
+        out.variables.integers.extend(v in yes_or_no for v in kept)
+        priced = sorted((v, c * scale) for v, c in costs.items() if c and v not in zeros)
         out.objective.linear_coefficients.ids.extend(v for v, _ in priced)
         out.objective.linear_coefficients.values.extend(c for _, c in priced)
         out.linear_constraints.ids.extend(range(self.rows))
         out.linear_constraints.lower_bounds.extend(self.row_lower)
         out.linear_constraints.upper_bounds.extend(self.row_upper)
-        out.linear_constraint_matrix.row_ids.extend(self.row_ids)
-        out.linear_constraint_matrix.column_ids.extend(self.column_ids)
-        out.linear_constraint_matrix.coefficients.extend(self.factors)
+        entries = zip(self.row_ids, self.column_ids, self.factors, strict=True)
+        live = [entry for entry in entries if entry[1] not in zeros] if zeros else list(entries)
+        out.linear_constraint_matrix.row_ids.extend(r for r, _, _ in live)
+        out.linear_constraint_matrix.column_ids.extend(c for _, c, _ in live)
+        out.linear_constraint_matrix.coefficients.extend(f for _, _, f in live)
         return out
 
-    def _solve(self, branch: bool, time_limit: float, seed: int, costs: dict[int, float], scale: float) -> Solution:
-        model = mathopt.Model.from_model_proto(self.proto(branch, costs, scale))
+    def _solve(
+        self, branch: bool, time_limit: float, seed: int, costs: Mapping[int, float], closed: frozenset[int]
+    ) -> Solution:
+        started = time.monotonic()
+        scale = 1e3 / max((abs(c) for c in costs.values() if c), default=1e3)
+        zeros = self.zeros(closed) if closed else set()
+        model = mathopt.Model.from_model_proto(self.proto(branch, costs, scale, zeros))
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit), random_seed=seed, relative_gap_tolerance=GAP,
             presolve=None if branch else mathopt.Emphasis.OFF,
@@ -148,12 +175,20 @@ class Model:
         except (RuntimeError, ValueError, AttributeError) as error:
             raise SolverError(f"HiGHS failed: {error}") from error
         reason = result.termination.reason
+        seconds = time.monotonic() - started
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-            return Solution("infeasible")
+            return Solution("infeasible", seconds=seconds)
         if not result.has_primal_feasible_solution():
             if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
-                return Solution("unknown", bound=result.dual_bound())
+                return Solution("unknown", bound=result.dual_bound() / scale, seconds=seconds)
             raise SolverError(f"HiGHS stopped without a solution: {result.termination}")
-        values = result.variable_values(list(model.variables()))
+        values = [0.0] * len(self.upper)
+        for variable, value in result.variable_values().items():
+            values[variable.id] = value
         status = "optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible"
-        return Solution(status, values, result.objective_value(), result.dual_bound())
+        prices = {}
+        if not branch and result.has_dual_feasible_solution():
+            prices = {row.id: price / scale for row, price in result.dual_values().items() if price}
+        return Solution(
+            status, values, result.objective_value() / scale, result.dual_bound() / scale, seconds, branch, prices
+        )

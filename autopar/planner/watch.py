@@ -9,6 +9,8 @@ a large one lowers the bound of the row by what it left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -16,6 +18,7 @@ from torch import fx
 from autopar.cost.memory import Memory, Point
 from autopar.planner.liveness import AFTER, CONSTANT, RUNS, STEP, Liveness, Time
 from autopar.planner.program import Programme
+from autopar.planner.solver import Solution
 from autopar.program import Program
 from autopar.rules.core import operands
 
@@ -31,7 +34,7 @@ class Watch:
     optimizer_copies: float
     budget: float
     rows: dict[Time, int] = field(default_factory=dict)
-    constants: dict[Time, float] = field(default_factory=dict)
+    terms: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.programme, self.optimizer_copies)
@@ -50,19 +53,43 @@ class Watch:
                 fresh = True
         if fresh:
             return
-        worst_row = self.rows[self.when(program, worst(held, limit)[0])]
+        when = self.when(program, worst(held, limit)[0])
         model = self.programme.model
         if model.size < SMALL:
-            taken = [v for c, o in picked.items() for v in self.programme.option_sums(c)[o]]
-            model.row([(v, 1.0) for v in dict.fromkeys(taken)], upper=len(dict.fromkeys(taken)) - 1)
+            taken = dict.fromkeys(v for c, o in picked.items() for v in self.programme.option_sums(c)[o])
+            model.row([(v, 1.0) for v in taken], upper=len(taken) - 1)
         else:
-            model.row_upper[worst_row] -= over / self.scale
+            model.row_upper[self.rows[when]] -= over / self.scale
 
     def row(self, when: Time) -> int:
+        """A new row: what is alive at a point stays below the budget."""
         terms, constant = self.liveness.at(when)
         constant += terms.pop(CONSTANT, 0.0)
-        upper = (self.budget - constant) / self.scale
-        return self.programme.model.row([(v, f / self.scale) for v, f in terms.items()], upper=upper)
+        scaled = {v: f / self.scale for v, f in terms.items()}
+        made = self.programme.model.row(scaled.items(), upper=(self.budget - constant) / self.scale)
+        self.terms[made] = scaled
+        return made
+
+    def fits(self, solution: Solution) -> bool:
+        """Whether a solution of the programme without its rows keeps them."""
+        upper = self.programme.model.row_upper
+        return all(
+            sum(solution.values[v] * f for v, f in terms.items()) <= upper[row] * (1 + 1e-9)
+            for row, terms in self.terms.items()
+        )
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Without the rows, for a while."""
+        upper = self.programme.model.row_upper
+        kept = {row: upper[row] for row in self.terms}
+        for row in kept:
+            upper[row] = float("inf")
+        try:
+            yield
+        finally:
+            for row, value in kept.items():
+                upper[row] = value
 
     def when(self, program: Program, point: Point) -> Time:
         """The point of the programme at which a node of the emitted program runs."""

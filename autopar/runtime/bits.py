@@ -8,8 +8,8 @@ changes the sum; that several changes cancel is as likely as for any hash of 64 
 
 from __future__ import annotations
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 WORDS = 1 << 18  # words a round, so that temporaries stay small
 MIX = 0x1E3779B97F4A7C15
@@ -33,7 +33,7 @@ def _words(data: Tensor) -> Tensor:
     if data.storage_offset() % 8:
         data = data.clone()
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for index, words in enumerate(data.view(torch.int64).split(WORDS)):
+    for index, words in enumerate(torch.split(data.view(torch.int64), WORDS)):
         weight = torch.arange(index * WORDS, index * WORDS + len(words), dtype=torch.int64, device=data.device)
         weight = weight.mul_(2 * STEP).add_(STEP | 1)
         mixed = words * MIX

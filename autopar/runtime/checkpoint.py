@@ -45,5 +45,6 @@ def in_layouts(
 def full(value: Any) -> Any:
     """The whole plain tensor behind an entry."""
     if isinstance(value, DTensor):
-        return value.detach().full_tensor()
+        with torch.no_grad():
+            return value.full_tensor().detach()
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from autopar.layout import Layout, Mesh
+from autopar.placements import piece
 from autopar.plan import ParameterPlan
-from autopar.runtime.placements import piece
 
 Refresh = Callable[[list[Tensor]], Sequence[Tensor]]
 

@@ -148,7 +148,8 @@ class Deferred(Tensor):
     @staticmethod
     def of(record: Record, like: Tensor, tape: Tape) -> Deferred:
         """The part of a record that `like` is."""
-        out: Deferred = wrapper(Deferred, tuple(like.shape), tuple(like.stride()), int(like.storage_offset()), like.dtype)
+        shape, stride = tuple(like.shape), tuple(like.stride())
+        out: Deferred = wrapper(Deferred, shape, stride, int(like.storage_offset()), like.dtype)
         out.record, out.tape = record, tape
         return out
 
@@ -156,17 +157,19 @@ class Deferred(Tensor):
         return f"Deferred({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         leaves, _ = flatten((tuple(args), dict(kwargs or {})))
         tape = next(leaf.tape for leaf in leaves if isinstance(leaf, Deferred))
         return tape.run(func, tuple(args), dict(kwargs or {}))
 
 
-class _Recorder(DispatchMode):
+class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
     """Lets large factory ops go by the tape; what follows from them does so by itself."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,7 +204,7 @@ def evaluate(tensor: Deferred) -> Tensor:
 
 
 def _again(record: Record) -> Tensor:
-    """Run the ops that a record depends on once more, each once and in order, forgetting each tensor after its last use."""
+    """Run the ops that a record depends on once more, in order, forgetting each tensor after its last use."""
     entries: dict[int, Entry] = {}
     todo, seen = [record], {record}
     while todo:

@@ -27,6 +27,7 @@ from autopar.runtime.parameters import Slots
 from autopar.runtime.world import World
 from autopar.tree import Tree, flatten, paths
 
+LEAF = ("args", "kwargs")  # what the name of a leaf begins with
 LOCALS = 8  # lengths of Local inputs that the first comparison has room for
 
 
@@ -92,7 +93,7 @@ class Call:
         for path, value in zip(leaf_names(tree), values, strict=True):
             tensor = value.tensor if isinstance(value, Local) else value
             if isinstance(tensor, DTensor):
-                raise InputError(f"{path} is a DTensor; pass the whole tensor on every rank, or autopar.Local of a part")
+                raise InputError(f"{path} is a DTensor; pass the whole tensor on every rank, or autopar.Local(part)")
             if isinstance(tensor, Tensor):
                 tensors.append(tensor)
                 shape = tuple(tensor.shape)
@@ -189,7 +190,7 @@ def with_global_lengths(call: Call, lengths: list[list[int]]) -> tuple[Any, ...]
 
 def describe(call: Call, state: Mode, values: bool) -> str:
     """What must be the same on all ranks, one line a thing, the name first."""
-    lines = []
+    lines, hashes = [], []
     tensors = iter(call.tensors)
     for path, leaf in zip(leaf_names(call.tree), call.leaves, strict=True):
         text = leaf_text(leaf)
@@ -198,14 +199,14 @@ def describe(call: Call, state: Mode, values: bool) -> str:
             if leaf.local:
                 text = leaf_text(TensorLeaf(leaf.shape[1:], leaf.dtype, leaf.requires_grad, True))
             elif values and tensor.device.type != "meta":
-                text += f" with values of hash {checksum(tensor):x}"
+                hashes.append(f"hash of the values of {path}\t{checksum(tensor) & (2**64 - 1):016x}")
         lines.append(f"{path}\t{text}")
     training, trainable, autocast, gradients = state
     lines.append(f"training flags\t{''.join('01'[flag] for flag in training)}")
     lines.append(f"requires_grad of parameters\t{''.join('01'[flag] for flag in trainable)}")
     lines.append(f"autocast\t{autocast or 'off'}")
     lines.append(f"grad mode\t{'on' if gradients else 'off'}")
-    return "\n".join(lines)
+    return "\n".join(lines + hashes)
 
 
 def first_difference(texts: list[str]) -> str:
@@ -215,13 +216,14 @@ def first_difference(texts: list[str]) -> str:
     usual = next(r for r, text in enumerate(texts) if text == common)
     theirs = dict(line.split("\t", 1) for line in texts[rank].split("\n"))
     ours = dict(line.split("\t", 1) for line in common.split("\n"))
-    counts = [len(t) - 4 for t in (theirs, ours)]
+    counts = [sum(name.startswith(LEAF) for name in t) for t in (theirs, ours)]
     head = f"the ranks call the module with different inputs: rank {rank} passes {counts[0]} leaves, "
-    if list(theirs) != list(ours):
-        only = [f"{name} only on rank {rank}" for name in theirs if name not in ours]
-        only += [f"{name} only on rank {usual}" for name in ours if name not in theirs]
+    if [n for n in theirs if n.startswith(LEAF)] != [n for n in ours if n.startswith(LEAF)]:
+        only = [f"{name} only on rank {rank}" for name in theirs if name not in ours and name.startswith(LEAF)]
+        only += [f"{name} only on rank {usual}" for name in ours if name not in theirs and name.startswith(LEAF)]
         what = head + f"rank {usual} passes {counts[1]} ({', '.join(only) or 'in another order'})"
     else:
         name = next(name for name in ours if ours[name] != theirs[name])
-        what = f"the ranks call the module differently: {name} is {theirs[name]} on rank {rank} but {ours[name]} on rank {usual}"
+        there = f"{theirs[name]} on rank {rank} but {ours[name]} on rank {usual}"
+        what = f"the ranks call the module differently: {name} is {there}"
     return f"{what}\n  try: the same global batch on every rank, or autopar.Local(part) where each rank reads its own"

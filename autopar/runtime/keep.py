@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -19,8 +19,8 @@ from autopar.axes import Axes
 from autopar.errors import UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh
+from autopar.placements import DimCuts, DimFactors, piece
 from autopar.plan import ParameterPlan, Plan
-from autopar.runtime.placements import DimCuts, DimFactors, piece
 
 
 def kept_in(axes: Axes, graph: Graph, plan: Plan) -> dict[str, ParameterPlan]:
@@ -45,14 +45,14 @@ def carried(layout: Layout, factors: tuple[DimFactors, ...], mesh: Mesh, name: s
         found = same_pieces(old, cut, new, mesh)
         if found is None:
             raise UnsupportedError(
-                f"{name} is stored as {layout} since the first call; this call sees its dims as {factors}, in which there "
-                "are no such pieces\n  try: parallelize with this kind of call as example_inputs"
+                f"{name} is stored as {layout} since the first call; this call sees its dims as {factors}, in which "
+                "there are no such pieces\n  try: parallelize with this kind of call as example_inputs"
             )
         cuts.append(found)
     return Layout(factors, tuple(cuts))
 
 
-@lru_cache(maxsize=None)
+@cache
 def same_pieces(old: DimFactors, cut: DimCuts, new: DimFactors, mesh: Mesh) -> DimCuts | None:
     """Cuts of the factors `new` of one dim that give every device what `cut` of the factors `old` gives it."""
     used = [axis for axes in cut for axis in axes]

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of, storage_key, without_torch_function, wrapper, written
 from autopar.errors import UnsupportedError
 from autopar.layout import Layout, Mesh
+from autopar.placements import contiguous_stride, piece
 from autopar.runtime.deferred import Deferred, evaluate
 from autopar.runtime.parameters import Slots, handle, slots
-from autopar.runtime.placements import contiguous_stride, piece
 from autopar.tree import flatten, unflatten
 
 aten = torch.ops.aten
@@ -134,7 +134,9 @@ class Virtual(Tensor):
         return f"Virtual({self.base.slot.name})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         leaves, tree = flatten((tuple(args), dict(kwargs)))
         virtual = [leaf for leaf in leaves if isinstance(leaf, Virtual)]
@@ -142,7 +144,8 @@ class Virtual(Tensor):
         bases = list(dict.fromkeys(v.base for v in virtual))
         first = args[0] if args else None
         fills = func.overloadpacket in FILLS and isinstance(first, Virtual) and first.numel() == first.base.numel()
-        store.need(bases, first.base if fills and sum(v.base is first.base for v in virtual) == 1 else None)
+        alone = fills and sum(v.base is first.base for v in virtual) == 1  # type: ignore[union-attr]
+        store.need(bases, first.base if alone else None)  # type: ignore[union-attr]
         real = [_real(leaf) if isinstance(leaf, Virtual) else leaf for leaf in leaves]
         real_args, real_kwargs = unflatten(tree, real)
         for value in written(func, tuple(args), kwargs):

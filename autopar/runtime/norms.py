@@ -65,4 +65,5 @@ def _local(tensor: Tensor, norm_type: float) -> Tensor:
         return torch.zeros((), dtype=wide, device=tensor.device)
     if math.isinf(norm_type):
         return tensor.abs().max().to(wide)
-    return torch.linalg.vector_norm(tensor, norm_type, dtype=wide if not tensor.is_complex() else None) ** norm_type
+    norm: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=wide if not tensor.is_complex() else None)
+    return norm**norm_type

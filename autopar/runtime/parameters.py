@@ -20,7 +20,6 @@ from autopar.runtime.bits import checksum, combined
 from autopar.runtime.deferred import Deferred, log_checksum
 from autopar.runtime.world import World
 
-
 OWN = ("_local_tensor", "_spec", "_is_param", "record", "tape")  # attributes of a tensor class, not of the user
 
 

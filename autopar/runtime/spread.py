@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar._torch import local_of
 from autopar.errors import PlanError
 from autopar.layout import Layout
+from autopar.placements import contiguous_stride, distribute, piece, storable
 from autopar.plan import Plan
 from autopar.runtime.materialise import empty, materialise
 from autopar.runtime.parameters import Slots, handle
-from autopar.runtime.placements import contiguous_stride, distribute, piece, storable
 from autopar.runtime.step import Place
 from autopar.runtime.world import World
 
@@ -76,7 +76,7 @@ def spread(
         new = handle(old, distribute(local, layout, place.mesh, place.device_mesh))
         del local
         if isinstance(old, DTensor):
-            torch.utils.swap_tensors(old, new)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         else:
             slot.put(new)
     for slot in buffers:

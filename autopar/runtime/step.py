@@ -23,8 +23,8 @@ from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
 from autopar.passes import Bound
+from autopar.placements import distribute, placeable, placements, together
 from autopar.program import Program
-from autopar.runtime.placements import distribute, placeable, placements, together
 from autopar.tree import unflatten
 
 

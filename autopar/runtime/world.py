@@ -96,7 +96,7 @@ def join(device_type: str, devices: int) -> World:
         if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return here(device_type)
 
 

@@ -1,6 +1,6 @@
 """Ranks that stay alive between calls, for the parity harness and for tests.
 
-In: a number of ranks, then functions.  Out: what each rank returned, or which rank failed and how.  Next: `__init__.py`.
+In: a number of ranks, then functions.  Out: what each rank returned, or which rank failed and how.  Next: `run.py`.
 
     with Pool(4) as pool:
         losses = pool.run(train, "gpt", 3)             # train("gpt", 3) on 4 ranks -> [loss, loss, loss, loss]

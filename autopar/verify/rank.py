@@ -5,7 +5,8 @@ In: a target, a plan as JSON, the file of the reference.  Out: a `Finding`, sent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar import files
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.moves import moves
+from autopar.program import Program
 from autopar.verify.compare import KINDS, Error, compare
 from autopar.verify.count import Counts
 from autopar.verify.reference import own, read
@@ -30,12 +32,14 @@ class Finding:
     """One rank's part of a row.
 
     counted    (kind, mesh axis, phase) -> (tensors, bytes) of one step
+    told       the same as the program tells it beforehand
     flops      of one step, on this rank
     memory     bytes stored on this rank: parameters, gradients, state of AdamW
     """
 
     errors: dict[str, Error]
     counted: dict[tuple[str, str, str], tuple[int, int]]
+    told: dict[tuple[str, str, str], tuple[int, int]]
     flops: int
     memory: dict[str, int]
 
@@ -52,26 +56,42 @@ def captured(target: Target) -> Graph:
 
 def check(target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int) -> Finding:
     """Train with every optimizer and compare everything with the record in `reference`."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = files.loads(plan_json)
     wanted = read(reference)
     errors = dict.fromkeys(KINDS, Error())
-    counts, memory = Counts(), {}
+    counts = Counts()
+    built = target.build(double=True)
+    module = deliver(built.model, captured(target), plan, target.seed)
+    restart = restarter(module)
+    axes = group_names(module)
     for optimizer in optimizers:
-        built = target.build(double=True)
-        module = deliver(built.model, captured(target), plan, target.seed)
-        axes = group_names(module)
-        first = not counts.flops
+        restart()
 
-        def during(phase: str, axes: dict[str, str] = axes, optimizer: str = optimizer) -> AbstractContextManager[Any]:
+        def during(phase: str, optimizer: str = optimizer) -> AbstractContextManager[Any]:
             return counts.during(f"{optimizer}/{phase}", axes)
 
         ours = train(module, built.args, built.kwargs, optimizer, steps=steps, whole=whole, during=during)
         theirs = {k: v for k, v in wanted.items() if k.startswith(f"{optimizer}/")}
         found = compare(ours, theirs, RATES)
         errors = {kind: errors[kind].worse(found[kind]) for kind in KINDS}
-        if first:
-            memory = stored(module, built.args, dict(built.kwargs))
-    return Finding(errors, *per_step(counts, optimizers[0], steps), memory)
+    counted, flops = per_step(counts, optimizers[0], steps)
+    return Finding(errors, counted, moves(program_of(module)), flops, stored(module, built.args, dict(built.kwargs)))
+
+
+def restarter(module: Any) -> Callable[[], None]:
+    """A function that brings the module back to where it is now, through `load_state_dict`."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+    def restart() -> None:
+        module.load_state_dict(state)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+        module.rng_step = 0
+
+    return restart
 
 
 def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int) -> Any:
@@ -79,6 +99,13 @@ def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int) -> Any:
     from autopar.runtime.module import ParallelModule
 
     return ParallelModule(model, graph, plan, seed=seed)
+
+
+def program_of(module: Any) -> Program:
+    """The program of the only kind of call that was made."""
+    (step,) = module._autopar.programs.values()
+    program: Program = step.program
+    return program
 
 
 def group_names(module: Any) -> dict[str, str]:

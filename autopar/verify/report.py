@@ -24,6 +24,7 @@ class Row:
     counted   "all_reduce data backward" -> (tensors, bytes), from the running ranks, a step
     flops     floating-point operations of all ranks / of the single device
     memory    bytes that the fullest rank stores: parameters, gradients, optimizer state
+    detail    the traceback of a rank that failed
     """
 
     family: str
@@ -34,6 +35,7 @@ class Row:
     flops: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
     mesh: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Report:
         for row in self.rows:
             lines.append(f"{row.family:{width}}  {cells(row)}")
         notes = [f"{row.family}: {row.status}: {row.note}" for row in self.rows if row.note]
+        notes += [row.detail for row in self.rows if row.detail][:1]
         good = sum(row.status == "ok" for row in self.rows)
         verdict = {OK: "ok", MISMATCH: "MISMATCH", REFUSED: "REFUSED"}[self.exit_code]
         return "\n".join([*lines, *notes, f"{verdict}: {good} of {len(self.rows)} equal in {self.seconds:.0f} s"])

@@ -94,7 +94,7 @@ class Harness:
             if kinds_of == {"UnsupportedError"}:
                 message = next(o.message for o in error.outcomes if o.message)
                 return refused(name, message, target, world)
-            return Row(name, "failed", str(error), mesh=str(plan.mesh))
+            return failed(name, error, str(plan.mesh))
         return finished(name, plan, findings, single_flops(self.reference, target))
 
 
@@ -125,13 +125,36 @@ def finished(name: str, plan: Plan, findings: Sequence[Finding], flops: int) -> 
     """The row of a family that ran: the worst of all ranks."""
     errors = {kind: worst([f.errors[kind] for f in findings]) for kind in findings[0].errors}
     status, note = judge(errors)
-    first = findings[0].counted
-    if status == "ok" and name in kinds.FAMILIES and not kinds.FAMILIES[name].shows(plan, first):
-        status, note = "mismatch", f"the plan shows no cut of its kind; collectives: {counted_text(first)}"
-    memory = {k: max(f.memory[k] for f in findings) for k in findings[0].memory}
+    first = findings[0]
+    if status == "ok" and name in kinds.FAMILIES and not kinds.FAMILIES[name].shows(plan, first.counted):
+        status, note = "mismatch", f"the plan shows no cut of its kind; collectives: {counted_text(first.counted)}"
+    if status == "ok" and (wrong := miscounted(first)):
+        status, note = "mismatch", f"collectives that ran are not those of the plan: {wrong}"
+    memory = {k: max(f.memory[k] for f in findings) for k in first.memory}
     ratio = sum(f.flops for f in findings) / flops if flops else 0.0
-    counted = {" ".join(key): value for key, value in sorted(first.items())}
+    counted = {" ".join(key): value for key, value in sorted(first.counted.items())}
     return Row(name, status, note, errors, counted, ratio, memory, str(plan.mesh))
+
+
+def miscounted(finding: Finding) -> str:
+    """Where the first rank ran other collectives than its program tells: another number, or bytes off by 1 %.
+
+    What compares calls across ranks runs on no mesh axis ("other"), and belongs to no plan.
+    """
+    ran = {key: value for key, value in finding.counted.items() if key[1] != "other"}
+    wrong = []
+    for key in sorted({*ran, *finding.told}):
+        (n, size), (m, told) = ran.get(key, (0, 0)), finding.told.get(key, (0, 0))
+        if n != m or abs(size - told) > 0.01 * told:
+            wrong.append(f"{' '.join(key)}: {n} of {size} bytes ran, {m} of {told} were told")
+    return "; ".join(wrong)
+
+
+def failed(name: str, error: RankError, mesh: str) -> Row:
+    """The row of a family whose ranks raised: one line, and the traceback of the first rank."""
+    first = next(o for o in error.outcomes if o.error not in ("", "Killed"))
+    line = first.message.splitlines()[0] if first.message else ""
+    return Row(name, "failed", f"rank {first.rank}: {first.error}: {line}", mesh=mesh, detail=str(error))
 
 
 def worst(errors: Sequence[Error]) -> Error:

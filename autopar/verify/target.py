@@ -108,11 +108,12 @@ def hugging_face(_: str, name: str, settings: dict[str, Any]) -> Built:
         import transformers
     except ImportError as error:
         raise UnsupportedError("hf: models need transformers: pip install 'autopar[hf]'") from error
+    transformers.logging.set_verbosity_error()
     cls = getattr(transformers, name, None)
     if cls is None:
         raise InputError(f"transformers has no class {name}")
     sizes = {key: settings.pop(key, default) for key, default in RESERVED.items()}
-    config = cls.config_class(**settings)
+    config = cls.config_class(**{"use_cache": False, **settings})
     return Built(cls(config), (), hugging_face_inputs(name, config, **sizes))
 
 

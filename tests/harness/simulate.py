@@ -17,7 +17,11 @@ from autopar.passes import bind
 from autopar.program import Program
 
 c10d = ops._c10d_functional
-REDUCE = {"sum": lambda ts: torch.stack(ts).sum(0), "max": lambda ts: torch.stack(ts).amax(0)}
+REDUCE = {
+    "sum": lambda ts: torch.stack(ts).sum(0),
+    "max": lambda ts: torch.stack(ts).amax(0),
+    "min": lambda ts: torch.stack(ts).amin(0),
+}
 
 
 def piece(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> Tensor:

@@ -18,6 +18,7 @@ from autopar.layout import Layout, Mesh
 from autopar.passes import copy_views
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner import random_plan
+from autopar.planner.options import shard
 from autopar.runtime.module import ParallelModule
 
 
@@ -76,15 +77,16 @@ def meshes() -> list[Mesh]:
 
 
 def zero(graph: Any, level: int) -> Plan:
-    """Everything whole, parameters cut along their first dim at a ZeRO level."""
+    """Everything whole, parameters cut at a ZeRO level, those that can be."""
     axes, mesh = analyse(graph), meshes()[0]
     ops = {name: ("",) * len(mesh.names) for name in axes.instances}
     kept = {}
     for entry in graph.inputs:
         if entry.kind == "parameter":
             home = Layout.whole(axes.factors[entry.node, 0])
-            cut = home.with_cut((0, 0), mesh.names)
-            kept[entry.name] = ParameterPlan(level, cut if level == 3 else home, cut if level else home)
+            cut = shard(home, mesh.names[0], mesh) or home
+            at = level if cut != home else 0
+            kept[entry.name] = ParameterPlan(at, cut if level == 3 else home, cut if level else home)
     return Plan(mesh, ops, kept)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from autopar.verify.pool import Pool
 from tests.runtime.nets import deliver, gap, net
@@ -47,8 +49,12 @@ def by_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def one_element(module: torch.nn.Module, _: Any) -> None:
+    bias = module.mid.bias
     with torch.no_grad():
-        module.mid.bias[9:10] += 1e-3
+        if not isinstance(bias, DTensor):
+            bias[-1] += 1e-3
+        elif dist.get_rank() == dist.get_world_size() - 1:
+            bias.to_local()[-1] += 1e-3
 
 
 CHANGES: dict[str, tuple[Change, Callable[..., torch.optim.Optimizer] | None]] = {

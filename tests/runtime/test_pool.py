@@ -45,7 +45,7 @@ def test_ranks_answer_and_a_smaller_world_is_a_part_of_them(pool: Pool) -> None:
 
 
 def test_a_failing_rank_is_named_and_the_next_call_works(pool: Pool) -> None:
-    with pytest.raises(RankError, match="rank 1 of 3.*seven is not eight|seven is not eight"):
+    with pytest.raises(RankError, match="seven is not eight"):
         pool.run(fail_on, 1)
     assert pool.run(total, 1.0) == [6.0] * 3
 

@@ -1,7 +1,7 @@
 """Layouts as DTensor placements, and the piece of a tensor that one rank holds.
 
 In: a `Layout` and the `Mesh` it is about.  Out: placements on the one full device mesh, `piece`, `storable`.
-Next: `parameters.py`.
+Next: `runtime/parameters.py`.
 
 DTensor applies its placements from the first mesh axis to the last, each to what the ones before it left. A factor
 that is not the outermost of its dim, or that a later mesh axis cuts first, is a strided shard there: the dim is taken
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar._torch import strided_shard
@@ -55,7 +56,7 @@ def _splits(sizes: DimFactors, cuts: DimCuts, mesh: Mesh) -> list[tuple[str, int
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dim_placeable(sizes: DimFactors, cuts: DimCuts, mesh: Mesh) -> bool:
     """Whether placements give every rank the same piece of this dim as the layout does, and DTensor can join them."""
     splits = _splits(sizes, cuts, mesh)
@@ -128,7 +129,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
 
 
-def distribute(local: Tensor, layout: Layout, mesh: Mesh, device_mesh: torch.distributed.DeviceMesh) -> DTensor:
+def distribute(local: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
     """The DTensor of which `local` is this rank's piece; nothing moves."""
     shape = torch.Size(layout.shape)
     with torch.no_grad():

@@ -1,0 +1,62 @@
+"""Capture of transformers models: labels give the loss, attention stays causal, types come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar import CaptureError, InputError, tree
+from autopar.capture import capture
+from autopar.hf import build, settings
+from tests.graphs import run_eager, run_graph, worst
+
+SEQUENCE = 11  # no other size in these models
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_attention_is_causal_and_nothing_is_sequence_by_sequence(name: str) -> None:
+    model, kwargs = build(name, {"sequence": SEQUENCE}, tiny=True)
+    graph = capture(model, (), kwargs)
+    attention = [n for n in graph.fx.nodes if str(n.target) == "autopar.attention.default"]
+    assert len(attention) == 2 and all(n.args[3] is None and n.args[4] is True for n in attention)
+    for node in graph.fx.nodes:
+        values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else [node.meta.get("val")]
+        for value in values:
+            assert value is None or tuple(value.shape).count(SEQUENCE) < 2, node.format_node()
+        device = node.kwargs.get("device")
+        assert device is None or device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_graph_equals_eager_in_float64(name: str) -> None:
+    model, kwargs = build(name, tiny=True)
+    graph = capture(model, (), kwargs, double=True)
+    assert worst(run_graph(graph, model, (), kwargs), run_eager(model, (), kwargs)) <= 1e-13
+    leaves = [None] * graph.out_tree.leaves
+    assert type(tree.unflatten(graph.out_tree, leaves)) is type(model(**kwargs))
+
+
+def test_given_position_ids_may_be_packed_and_keep_the_mask() -> None:
+    model, kwargs = build("LlamaForCausalLM", tiny=True)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(4, -1)
+    graph = capture(model, (), {**kwargs, "position_ids": positions}, double=True)
+    (mask,) = {n.args[3] for n in graph.fx.nodes if str(n.target) == "autopar.attention.default"}
+    assert mask is not None
+    want = run_eager(model, (), {**kwargs, "position_ids": positions})
+    assert worst(run_graph(graph, model, (), {**kwargs, "position_ids": positions}), want) <= 1e-13
+
+
+def test_a_cache_in_the_output_is_refused_with_the_way_out() -> None:
+    model, kwargs = build("LlamaForCausalLM", tiny=True)
+    with pytest.raises(CaptureError, match=r"DynamicCache, a type that cannot be rebuilt(.|\n)*use_cache=False"):
+        capture(model, (), {**kwargs, "use_cache": True})
+
+
+def test_unknown_classes_and_keys_are_named() -> None:
+    with pytest.raises(InputError, match="no model class LamaForCausalLM"):
+        build("LamaForCausalLM")
+    with pytest.raises(InputError, match=r"LlamaConfig has no key hidden; it has .*hidden_size"):
+        build("LlamaForCausalLM", {"hidden": 3})
+    assert settings(["a=1", "b=gelu", "c=[2]"]) == {"a": 1, "b": "gelu", "c": [2]}
