@@ -275,3 +275,8 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             out += list(value) if isinstance(value, (tuple, list)) else [value]
     return out
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to in place."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -156,7 +156,7 @@ class Compiler:
                 stored=kept,
             )
             found = replace(found, fingerprint=MappingProxyType(expected))
-            return listed(self.emit(graph, found), self.axes(graph), self.cluster)
+            return listed(self.emit(graph, found), graph, self.axes(graph), self.cluster)
 
         return files.cached(expected, solve) if stored is None and not local else solve()
 

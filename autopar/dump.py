@@ -5,6 +5,7 @@ In: a `Made`.  Out: a folder.  Next: `passes/__init__.py`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import fx
 from autopar import files
 from autopar.fingerprint import type_text
 from autopar.passes import PIPELINE, emit
+from autopar.planner.program import Programme
+from autopar.planner.units import FREE, problem
 from autopar.planning import Made
 
 
 def dump(made: Made, folder: Path) -> None:
-    """Write the graph after every pass, the final program, the plan as JSON and as text."""
+    """Write the graph after every pass, the final program, the integer programme, the plan as JSON and as text."""
     folder.mkdir(parents=True, exist_ok=True)
     graph = made.graph
     (folder / "00-captured.txt").write_text(graph_text(graph.fx))
@@ -27,8 +30,47 @@ def dump(made: Made, folder: Path) -> None:
     program = emit(made.graph, made.axes, made.plan)
     for part in ("refresh", "forward", "backward"):
         (folder / f"program-{part}.txt").write_text(graph_text(getattr(program, part)))
+    (folder / "solver.lp").write_text(programme_text(made))
     files.save(made.plan, folder / "plan.json")
     (folder / "plan.txt").write_text(f"{made.plan}\n")
+
+
+def programme_text(made: Made) -> str:
+    """The integer programme of the plan's mesh in LP format; rows about memory are added to it while it is solved."""
+    mesh = made.plan.mesh
+    restriction = FREE if made.strategy is None else made.strategy.restriction(made.graph, made.axes, mesh)
+    programme = Programme(problem(made.graph, made.axes, mesh, made.cluster, restriction))
+    model = programme.model
+    units: dict[int, list[str]] = defaultdict(list)
+    for unit in programme.problem.units:
+        units[unit.shape].append(unit.name)
+    notes = [
+        f"\\ x{sums[0]}: {name(units[c])} as {option.label}"
+        for c, options in enumerate(programme.problem.options)
+        for option, sums in zip(options, programme.option_sums(c), strict=True)
+        if len(sums) == 1
+    ]
+    terms: dict[int, list[str]] = defaultdict(list)
+    for row, column, factor in zip(model.row_ids, model.column_ids, model.factors, strict=True):
+        terms[row].append(f"{factor:+g} x{column}")
+    rows = []
+    for row in range(model.rows):
+        lower, upper, left = model.row_lower[row], model.row_upper[row], " ".join(terms[row])
+        if lower == upper:
+            rows.append(f" r{row}: {left} = {lower:g}")
+            continue
+        rows += [f" r{row}: {left} >= {lower:g}"] if lower > float("-inf") else []
+        rows += [f" r{row}: {left} <= {upper:g}"] if upper < float("inf") else []
+    cost = " ".join(f"{amount:+.9g} x{v}" for v, amount in sorted(model.costs.items()) if amount)
+    bounds = [f" 0 <= x{v} <= {upper:g}" for v, upper in enumerate(model.upper)]
+    binaries = " ".join(f"x{v}" for v in model.binaries)
+    parts = [*notes, "Minimize", f" seconds: {cost}", "Subject To", *rows, "Bounds", *bounds, "Binaries", f" {binaries}", "End"]
+    return "\n".join(parts) + "\n"
+
+
+def name(units: list[str]) -> str:
+    """A class of units by its first member."""
+    return units[0] + (f" and {len(units) - 1} more" if len(units) > 1 else "")
 
 
 def graph_text(graph: fx.Graph) -> str:

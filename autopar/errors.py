@@ -34,7 +34,11 @@ class PlanError(AutoparError):
 
 
 class NoPlan(AutoparError):
-    """Nothing fits in the memory budget; the message holds the least budget that works."""
+    """Nothing fits in the memory budget; the message holds the least budget that works, as does `needed_bytes`."""
+
+    def __init__(self, message: str, needed_bytes: int = 0, budget_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
 
 
 class SolverError(AutoparError):

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,6 +93,7 @@ class PlanFile(Strict):
     costs: dict[str, float] = {}
     certificate: dict[str, Any] = {}
     fingerprint: dict[str, str] = {}
+    bucket_bytes: Annotated[int, Field(ge=0)] = 0
 
     def plan(self) -> Plan:
         """The plan, after checks that concern more than one field."""
@@ -113,6 +113,7 @@ class PlanFile(Strict):
             dict(self.costs),
             dict(self.certificate),
             dict(self.fingerprint),
+            self.bucket_bytes,
         )
 
 
@@ -130,6 +131,7 @@ def dumps(plan: Plan) -> str:
     document = {
         "autopar_plan": VERSION,
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "bucket_bytes": plan.bucket_bytes,
         "fingerprint": dict(plan.fingerprint),
         "costs": dict(plan.costs),
         "certificate": dict(plan.certificate),
@@ -181,14 +183,12 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan; readers see the old file or the whole new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dumps(plan))
+        temporary.write_text(dumps(plan), encoding="utf-8")
         os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

@@ -40,6 +40,7 @@ class Plan:
     parameters  first name -> how it is kept
     costs       seconds and bytes that the planner predicts, by name
     certificate objective, bound, gap, seconds of solving, what else was tried
+    bucket_bytes  size up to which reductions of gradients, and gathers of a block's parameters, run as one collective
     """
 
     mesh: Mesh
@@ -49,6 +50,7 @@ class Plan:
     costs: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     certificate: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    bucket_bytes: int = 0
 
     def __str__(self) -> str:
         from autopar.text import text

@@ -26,6 +26,7 @@ class Made:
     axes: Axes
     plan: Plan
     cluster: ClusterSpec
+    strategy: Any = None
 
 
 def plan_target(
@@ -46,4 +47,4 @@ def plan_target(
     graph = compiler.graph(built.model, built.args, built.kwargs)
     progress(f"planning {len(graph.fx.nodes)} operations")
     plan = compiler.made(graph, frozenset(), None)
-    return Made(graph, compiler.axes(graph), plan, cluster)
+    return Made(graph, compiler.axes(graph), plan, cluster, strategy)

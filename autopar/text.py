@@ -27,6 +27,7 @@ from autopar.cluster import ClusterSpec
 from autopar.cost.comm import step_s
 from autopar.cost.compute import node_s
 from autopar.fingerprint import type_text
+from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, Step
 from autopar.moves import collectives, moves
 from autopar.plan import ParameterPlan, Plan
@@ -36,7 +37,6 @@ from autopar.rules.core import results
 GIB, MIB = 2.0**30, 2.0**20
 MOST_OPS = 34  # lines about ops; with everything else a plan stays below 60
 TERMS = (("compute", "compute_s"), ("communication", "communication_s"))
-LEVELS = ("replicated", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 
 def text(plan: Plan) -> str:
@@ -52,10 +52,10 @@ def text(plan: Plan) -> str:
     )
 
 
-def listed(program: Program, axes: Axes, cluster: ClusterSpec) -> Plan:
-    """The program's plan with the lines about its ops, which are saved and printed with it."""
+def listed(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> Plan:
+    """The program's plan with the lines about its ops, which are saved and printed with it; `graph` as captured."""
     plan = program.plan
-    lines = program_lines(program, axes, cluster)
+    lines = program_lines(program, graph, axes, cluster)
     return replace(plan, certificate=MappingProxyType({**plan.certificate, "program": lines}))
 
 
@@ -114,9 +114,9 @@ def tail(module: str) -> str:
     return re.sub(r"^.*?\.?\d+(?:\.|$)", "", module, count=1) if block(module) else module
 
 
-def program_lines(program: Program, axes: Axes, cluster: ClusterSpec) -> list[str]:
+def program_lines(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> list[str]:
     """The forward ops that compute or communicate, blocks folded, then every phase's collectives in total."""
-    lines = list(op_lines(program, axes, cluster))
+    lines = list(op_lines(program, graph, axes, cluster))
     groups = list(fold(lines))
     rows = [row for heading, members in groups for row in columns(heading, members)]
     widths = [max((len(row[i]) for row in rows if len(row) > 1), default=0) for i in range(5)]
@@ -143,10 +143,10 @@ def columns(heading: str, members: Sequence[Line]) -> Iterator[tuple[str, ...]]:
         yield ("  " + tail(x.module) if heading else x.module), x.node, x.type, x.op, x.roles, f"{x.time} ms{x.then}"
 
 
-def op_lines(program: Program, axes: Axes, cluster: ClusterSpec) -> Iterator[Line]:
+def op_lines(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> Iterator[Line]:
     """Lines of the forward ops that have flops or whose result is communicated."""
     mesh, after = program.plan.mesh, collectives_after(program.forward)
-    seen: set[str] = set()
+    nodes, seen = graph.nodes, set[str]()
     for node in program.forward.nodes:
         origin = node.meta.get("origin")
         instance = axes.instances.get(origin)
@@ -155,7 +155,7 @@ def op_lines(program: Program, axes: Axes, cluster: ClusterSpec) -> Iterator[Lin
         seen.add(origin)
         if instance.flops is None and origin not in after:
             continue
-        captured = program.graph.node(origin)
+        captured = nodes[origin]
         choice = choice_of(axes, captured, program.plan.ops[origin], mesh)
         assert choice is not None, origin
         first = results(captured)[0]
@@ -273,7 +273,9 @@ def parameter_lines(plan: Plan) -> Iterator[str]:
 
 
 def kept_text(kept: ParameterPlan) -> str:
-    return LEVELS[kept.level] + (" kept" if kept.level == 3 and kept.keep else "")
+    if kept.level == 0:
+        return "sharded" if kept.stored.axes else "replicated"
+    return f"ZeRO {kept.level}" + (" kept" if kept.level == 3 and kept.keep else "")
 
 
 def cut_text(layout: Layout, mesh: Mesh) -> str:
@@ -314,4 +316,4 @@ def certificate_lines(plan: Plan) -> Iterator[str]:
             slower = f", {entry['step_s'] / best:.2f} x" if best else ""
             yield f"lost: {entry['mesh']}  step {ms(entry['step_s'])} ms{slower}"
         else:
-            yield f"lost: {entry['mesh']}  {entry.get('why', 'nothing fits')}"
+            yield f"lost: {entry['mesh']}  does not fit: it needs {size(entry['needed_bytes'])}"

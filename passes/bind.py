@@ -10,8 +10,10 @@ import torch
 from torch import fx
 
 from autopar.layout import Mesh
+from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.lower import Lowering
 from autopar.passes.markers import SPANS, span_start
+from autopar.passes.sink_waits import sink_waits
 from autopar.program import Program
 from autopar.rules.bind import Site, run_of
 from autopar.rules.core import RULES, operands
@@ -59,8 +61,12 @@ class _Binder:
         fresh = fx.Graph()
         lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups)
         env: dict[fx.Node, Any] = {}
+        groups = buckets(graph, self.mesh, self.program.plan.bucket_bytes)
+        grouped = {node for group in groups for node in group.nodes}
         for node in graph.nodes:
-            if "step" in node.meta:
+            if node in grouped:
+                self.run_buckets(groups, node, lowering, env)
+            elif "step" in node.meta:
                 env[node] = lowering.step(env[node.args[0]], node.meta["step"])
             elif node.target in SPANS:
                 layout, dim = node.meta["span"]
@@ -74,8 +80,19 @@ class _Binder:
             if isinstance(new, fx.Node) and "origin" not in new.meta:
                 new.meta["origin"] = old.name
         fresh.eliminate_dead_code()
-        fresh.lint()
+        sink_waits(fresh)
         return fx.GraphModule(self.attributes(fresh), fresh)
+
+    def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:
+        """At a bucket's place, run it, and after an early one the next early one, so that it arrives in time."""
+        here = next((i for i, group in enumerate(groups) if group.place is node), None)
+        if here is None:
+            return
+        ahead = next((g for g in groups[here + 1 :] if g.early), None) if groups[here].early else None
+        for group in (groups[here], ahead):
+            if group is not None and group.nodes[0] not in env:
+                xs, steps = [env[n.args[0]] for n in group.nodes], [n.meta["step"] for n in group.nodes]
+                env.update(zip(group.nodes, lowering.steps(xs, steps), strict=True))
 
     def attributes(self, graph: fx.Graph) -> dict[str, Any]:
         """The constants that a graph reads, on the device."""

@@ -57,6 +57,8 @@ def copy_views(graph: Graph) -> Graph:
             cheap.add(node)
     fresh.eliminate_dead_code()
     fresh.lint()
-    return replace(graph, fx=fresh)
+    named = {old.name: new.name for old, new in env.items()}  # a copy may have taken a later node's name
+    outputs = tuple(replace(o, node=None if o.node is None else named[o.node]) for o in graph.outputs)
+    return replace(graph, fx=fresh, outputs=outputs)
 
 

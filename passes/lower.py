@@ -20,23 +20,59 @@ from autopar.layout import Layout, Mesh, Place, Step
 aten = ops.aten
 c10d = ops._c10d_functional
 
+MOVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
-@dataclass(frozen=True)
+
+@dataclass
 class Lowering:
-    """Where nodes go, and for which device."""
+    """Where nodes go, and for which device.
+
+    `tail` is the number of the collective whose result is being unpacked, None elsewhere; see `sink_waits.py`.
+    """
 
     graph: fx.Graph
     mesh: Mesh
     coordinate: Mapping[str, int]
     groups: Mapping[str, str]
+    tail: int | None = None
+    count: int = 0
 
     def call(self, op: object, *args: object, **kwargs: object) -> fx.Node:
-        return self.graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
+        node = self.graph.call_function(op, args, kwargs)  # type: ignore[arg-type]
+        if self.tail is not None:
+            node.meta["tail"] = self.tail
+        return node
 
     def step(self, x: fx.Node, step: Step) -> fx.Node:
         """The nodes of one step."""
-        made: fx.Node = getattr(self, step.kind)(x, step)
-        return made
+        if step.kind not in MOVES:
+            return {"slice": self.slice, "to_pending": self.to_pending, "relabel": self.relabel}[step.kind](x, step)
+        moved = self.move(self.packed(x, step), step)
+        self.tail, self.count = self.count, self.count + 1
+        out = self.unpacked(self.wait(moved), step)
+        self.tail = None
+        return out
+
+    def steps(self, xs: list[fx.Node], steps: list[Step]) -> list[fx.Node]:
+        """Steps of one kind along one axis as one collective over what they send, side by side."""
+        n, first = self.mesh.size(steps[0].axis), steps[0]
+        rows = 1 if first.kind != "reduce_scatter" else n
+        sent = [self.packed(x, step) for x, step in zip(xs, steps, strict=True)]
+        shapes = [self.sent_shape(step) for step in steps]
+        widths = [math.prod(shape) // rows for shape in shapes]
+        flat_ = [self.call(aten.reshape.default, x, [rows, w]) for x, w in zip(sent, widths, strict=True)]
+        joined = self.call(aten.reshape.default, self.call(aten.cat.default, flat_, 1), [rows * sum(widths)])
+        moved = self.move(joined, first)
+        self.tail, self.count = self.count, self.count + 1
+        got = self.call(aten.reshape.default, self.wait(moved), [n if first.kind == "all_gather" else 1, sum(widths)])
+        out, at = [], 0
+        for step, width in zip(steps, widths, strict=True):
+            part = self.call(aten.slice.Tensor, got, 1, at, at + width)
+            part = self.call(aten.reshape.default, part, self.got_shape(step))
+            out.append(self.unpacked(part, step))
+            at += width
+        self.tail = None
+        return out
 
     # --- pieces ---
 
@@ -90,19 +126,75 @@ class Lowering:
     def relabel(self, x: fx.Node, step: Step) -> fx.Node:
         return x
 
-    def all_reduce(self, x: fx.Node, step: Step) -> fx.Node:
-        kind = dict(step.before.pending)[step.axis]
-        return self.wait(self.call(c10d.all_reduce.default, self.contiguous(x), kind, self.groups[step.axis]))
+    # --- what moves between devices: packed, sent, unpacked ---
 
-    def all_gather(self, x: fx.Node, step: Step) -> fx.Node:
-        place = left(step)
-        at, n = flat(step.before, place), self.mesh.size(step.axis)
-        mine, full = self.sizes(step.before), self.sizes(step.after)
-        piece = -(-full[at] // n)
-        padded = [*mine[:at], piece, *mine[at + 1 :]]
-        x = self.contiguous(self.pad(self.reshape(x, self.shape(step.before), mine), mine, at, piece))
-        x = self.wait(self.call(c10d.all_gather_into_tensor.default, x, n, self.groups[step.axis]))
-        return self.reshape(self.front_to(x, padded, at, n, full[at]), full, self.shape(step.after))
+    def move(self, x: fx.Node, step: Step) -> fx.Node:
+        """Start the collective on what is packed."""
+        n, group = self.mesh.size(step.axis), self.groups[step.axis]
+        if step.kind == "all_gather":
+            return self.call(c10d.all_gather_into_tensor.default, x, n, group)
+        if step.kind == "all_to_all":
+            equal = [self.sent_shape(step)[0] // n] * n
+            return self.call(c10d.all_to_all_single.default, x, equal, equal, group)
+        kind = dict(step.before.pending)[step.axis]
+        if step.kind == "all_reduce":
+            return self.call(c10d.all_reduce.default, x, kind, group)
+        return self.call(c10d.reduce_scatter_tensor.default, x, kind, n, group)
+
+    def padded(self, step: Step) -> list[int]:
+        """Sizes of one device's packed piece, factor by factor."""
+        n = self.mesh.size(step.axis)
+        before, after = self.sizes(step.before), self.sizes(step.after)
+        if step.kind in ("all_gather", "all_to_all"):
+            at = flat(step.before, left(step))
+            before = [*before[:at], -(-after[at] // n), *before[at + 1 :]]
+        if step.kind in ("reduce_scatter", "all_to_all"):
+            at = flat(step.before, landed(step))
+            before = [*before[:at], -(-before[at] // n), *before[at + 1 :]]
+        return before
+
+    def sent_shape(self, step: Step) -> list[int]:
+        """Shape of what is packed: for scattering, one piece per device in front."""
+        if step.kind == "all_reduce":
+            return self.shape(step.before) or [1]
+        sizes = self.padded(step)
+        return sizes if step.kind == "all_gather" else [self.mesh.size(step.axis) * sizes[0], *sizes[1:]]
+
+    def got_shape(self, step: Step) -> list[int]:
+        """Shape of what arrives."""
+        if step.kind == "all_reduce":
+            return self.shape(step.before)
+        sizes = self.padded(step)
+        return sizes if step.kind == "reduce_scatter" else [self.mesh.size(step.axis) * sizes[0], *sizes[1:]]
+
+    def packed(self, x: fx.Node, step: Step) -> fx.Node:
+        """What a step sends."""
+        if step.kind == "all_reduce":
+            return self.contiguous(x)
+        before, n = self.sizes(step.before), self.mesh.size(step.axis)
+        x = self.reshape(x, self.shape(step.before), before)
+        if step.kind in ("all_gather", "all_to_all"):
+            at = flat(step.before, left(step))
+            piece = -(-self.sizes(step.after)[at] // n)
+            x = self.pad(x, before, at, piece)
+            before = [*before[:at], piece, *before[at + 1 :]]
+        if step.kind == "all_gather":
+            return self.contiguous(x)
+        return self.to_front(x, before, flat(step.before, landed(step)), n)
+
+    def unpacked(self, x: fx.Node, step: Step) -> fx.Node:
+        """The piece after a step, from what arrived."""
+        if step.kind == "all_reduce":
+            return x
+        sizes, after, n = self.padded(step), self.sizes(step.after), self.mesh.size(step.axis)
+        if step.kind in ("all_gather", "all_to_all"):
+            at = flat(step.before, left(step))
+            x = self.front_to(x, sizes, at, n, after[at])
+            sizes = [*sizes[:at], after[at], *sizes[at + 1 :]]
+        if step.kind in ("reduce_scatter", "all_to_all"):
+            at = flat(step.before, landed(step))
+            x = self.trim(x, sizes, at, after[at])
+        return self.reshape(x, after, self.shape(step.after))
 
     def front_to(self, x: fx.Node, padded: list[int], at: int, n: int, size: int) -> fx.Node:
         """Pieces stacked in front, [n * first dim, ...], become one dim `at` of `size`."""
@@ -126,33 +218,6 @@ class Lowering:
         stacked = [*sizes[:at], piece, *sizes[at + 1 :]]
         stacked[0] *= n
         return self.contiguous(self.call(aten.reshape.default, x, stacked))
-
-    def reduce_scatter(self, x: fx.Node, step: Step) -> fx.Node:
-        place = landed(step)
-        at, n = flat(step.before, place), self.mesh.size(step.axis)
-        full, mine = self.sizes(step.before), self.sizes(step.after)
-        piece = -(-full[at] // n)
-        stacked = self.to_front(self.reshape(x, self.shape(step.before), full), full, at, n)
-        kind = dict(step.before.pending)[step.axis]
-        out = self.wait(self.call(c10d.reduce_scatter_tensor.default, stacked, kind, n, self.groups[step.axis]))
-        sizes = [*full[:at], piece, *full[at + 1 :]]
-        return self.reshape(self.trim(out, sizes, at, mine[at]), mine, self.shape(step.after))
-
-    def all_to_all(self, x: fx.Node, step: Step) -> fx.Node:
-        source, target = flat(step.before, left(step)), flat(step.before, landed(step))
-        n = self.mesh.size(step.axis)
-        before, after = self.sizes(step.before), self.sizes(step.after)
-        piece = -(-after[source] // n)
-        x = self.pad(self.reshape(x, self.shape(step.before), before), before, source, piece)
-        padded = [*before[:source], piece, *before[source + 1 :]]
-        x = self.to_front(x, padded, target, n)
-        part = -(-before[target] // n)
-        padded[target] = part
-        equal = [padded[0]] * n
-        x = self.wait(self.call(c10d.all_to_all_single.default, x, equal, equal, self.groups[step.axis]))
-        x = self.front_to(x, padded, source, n, after[source])
-        padded[source] = after[source]
-        return self.reshape(self.trim(x, padded, target, after[target]), after, self.shape(step.after))
 
 
 def flat(layout: Layout, place: Place) -> int:

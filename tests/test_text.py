@@ -45,7 +45,7 @@ def made(model: object, args: object, mesh: Mesh = MESH) -> Plan:
     graph = copy_views(capture(model, args))  # type: ignore[arg-type]
     axes = analyse(graph)
     program = emit(graph, axes, batch_cut(graph, axes, mesh))
-    return listed(program, axes, ClusterSpec.preset("cpu-gloo", devices=mesh.devices))
+    return listed(program, graph, axes, ClusterSpec.preset("cpu-gloo", devices=mesh.devices))
 
 
 def test_a_plan_of_32_layers_fits_a_screen() -> None:
@@ -86,7 +86,7 @@ def test_a_plan_prints_alone(golden: Callable[[str, str], None]) -> None:
             "tried": [
                 {"mesh": str(MESH), "step_s": 0.0124},
                 {"mesh": "mesh(data=6)", "step_s": 0.0186},
-                {"mesh": "mesh(data=3, model=2)", "why": "nothing fits: the least peak is 80.1 GiB"},
+                {"mesh": "mesh(data=3, model=2)", "needed_bytes": 80.1 * 2**30},
             ],
         },
     )

@@ -27,8 +27,10 @@ from autopar.planner.watch import Watch
 from autopar.program import Program
 
 BRANCHED_WHOLE = 1500  # variables
-MULTIPLES = (1.0, 1.5, 3.0, 10.0, 100.0)
+MULTIPLES = (1.0, 3.0, 10.0, 100.0)
 SUPPORT = 1e-6
+ROUNDS = 16
+PATIENCE = 3  # rounds that are granted beyond the time limit
 
 
 @dataclass(frozen=True)
@@ -56,25 +58,24 @@ class Budgeted:
     def __post_init__(self) -> None:
         self.watch = Watch(self.programme, state_copies(self.optimizer), self.budget)
         self.bound = float("-inf")
+        self.best: Found | None = None
 
     def solve(self, time_limit: float) -> Found:
-        """The fastest plan that fits, or the last solution without a plan."""
-        stop = time.monotonic() + time_limit
-        rounds = 0
+        """The fastest plan that fits; when the time is up the best so far, or the last solution without a plan."""
+        stop, rounds = time.monotonic() + time_limit, 0
         while True:
-            left = max(1.0, stop - time.monotonic())
-            solution = self.minimise(left)
+            solution = self.minimise(max(1.0, stop - time.monotonic()))
             if not solution.found:
-                return Found(solution, rounds=rounds)
+                return self.best or Found(solution, rounds=rounds)
             found = self.emitted(solution, rounds)
-            assert found.memory is not None
+            assert found.memory is not None and found.program is not None
             if found.memory.peak <= self.budget:
-                return found
-            if time.monotonic() > stop and rounds > 3:
-                return Found(Solution("unknown", bound=self.bound), rounds=rounds)
+                better = self.best is None or solution.objective < self.best.solution.objective
+                return found if better or self.best is None else self.best
+            if time.monotonic() > stop and (self.best is not None or rounds > PATIENCE):
+                return self.best or Found(Solution("unknown", bound=self.bound), rounds=rounds)
             rounds += 1
-            assert found.program is not None
-            self.watch.add(found.program, found.memory, self.programme.picked(solution))
+            self.watch.add(found.program, found.memory, solution, self.budget)
 
     def emitted(self, solution: Solution, rounds: int) -> Found:
         """The plan of a solution, its program and what that holds."""
@@ -97,7 +98,8 @@ class Budgeted:
             priced = self.priced(relaxed.prices, multiple, time_limit)
             if priced.found:
                 self.kernel |= self.support(priced)
-                if self.watch.fits(priced):
+                if model.whole(priced) and self.watch.fits(priced):
+                    self.remember(priced)
                     break
         left = max(1.0, time_limit - (time.monotonic() - started)) / 2
         closed = [v for v in model.binaries if v not in self.kernel]
@@ -106,6 +108,16 @@ class Budgeted:
             best = model.branch(left, self.seed)
         seconds = time.monotonic() - started
         return Solution(best.status, best.values, best.objective, min(self.bound, best.objective), seconds, True)
+
+    def remember(self, solution: Solution) -> None:
+        """Keep a solution that may be all there is when the time is up."""
+        model = self.programme.model
+        objective = sum(solution.values[v] * c for v, c in model.costs.items())
+        if self.best is None or objective < self.best.solution.objective:
+            solution = Solution("feasible", solution.values, objective, self.bound, solution.seconds, True)
+            found = self.emitted(solution, 0)
+            assert found.memory is not None
+            self.best = found if found.memory.peak <= self.budget else self.best
 
     def support(self, solution: Solution) -> set[int]:
         return {v for v in self.programme.model.binaries if solution.values[v] > SUPPORT}
@@ -120,3 +132,39 @@ class Budgeted:
         with self.watch.lifted():
             return model.relax(time_limit, self.seed, costs)
 
+
+
+@dataclass
+class Smallest:
+    """The plan of one programme that needs the least memory, found by minimising the bound of the same rows."""
+
+    programme: Programme
+    optimizer: object
+    local: frozenset[str] = frozenset()
+    seed: int = 0
+
+    def solve(self, time_limit: float) -> Found:
+        """The least peak that was found, proved or not, when the time is up."""
+        stop, model = time.monotonic() + time_limit, self.programme.model
+        search = Budgeted(self.programme, float("inf"), self.optimizer, self.local, self.seed)
+        first = model.minimise(time_limit, self.seed)
+        best = search.emitted(first, 0)
+        assert best.memory is not None and best.program is not None
+        ceiling = model.variable(upper=1e9)
+        watch = Watch(self.programme, state_copies(self.optimizer), float(best.memory.peak), ceiling)
+        search.watch = watch
+        watch.add(best.program, best.memory, first, 0.0)
+        seconds, model.costs = model.costs, {ceiling: 1.0}
+        for rounds in range(1, ROUNDS):
+            solution = search.minimise(max(1.0, stop - time.monotonic()))
+            if not solution.found:
+                break
+            found = search.emitted(solution, rounds)
+            assert found.memory is not None and found.program is not None and best.memory is not None
+            best = found if found.memory.peak < best.memory.peak else best
+            least = solution.objective * watch.scale
+            if found.memory.peak <= least * (1 + 1e-6) + 1 or time.monotonic() > stop:
+                break
+            watch.add(found.program, found.memory, solution, least)
+        model.costs = seconds
+        return best

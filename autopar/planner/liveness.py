@@ -116,22 +116,6 @@ class Liveness:
                     yield self.bytes(state[0], itemsize), alive
         for (layout, _), alive in self.copies(unit, result, time).items():
             yield self.bytes(layout, itemsize), alive
-        yield from self.passing(unit, result, time)
-
-    def passing(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[float, Terms]]:
-        """(bytes, alive) of what lies between the ends of a conversion of several steps, while it is made."""
-        itemsize = unit.itemsizes[result]
-        for edge in self.readers(unit, result):
-            scoped = [e for e in self.readers(unit, result) if e is not edge and self.converted(e, "") < self.converted(edge, "")]
-            for (here, there), variables in self.programme.flow[edge.shape].items():
-                start = self.converted(edge, there[1])
-                lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
-                if start[0] != time[0] or scoped or len(lasting) < 2:
-                    continue
-                step = round((time[1] - start[1]) / STEP)
-                if 0 <= step < len(lasting):
-                    between = ([lasting[step - 1].after] if step else []) + [lasting[step].after] * (step + 1 < len(lasting))
-                    yield sum(self.bytes(layout, itemsize) for layout in between), dict.fromkeys(variables, 1.0)
 
     # --- times -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +176,7 @@ class Liveness:
                 if self.used(edge) >= time:
                     steady |= dict.fromkeys(variables, 1.0)
                 else:
-                    out += self._through_view(edge, here, there, time)
+                    out += self._through_view(edge, {here}, there, time)
             elif self.converted(edge, there[1]) >= time:
                 moving[path[0]] |= dict.fromkeys(variables, 1.0)
         earlier = [e for e in edges if self.converted(e, "") < time]
@@ -210,7 +194,7 @@ class Liveness:
             out.append(summed(terms, done))
         return [terms for terms in out if terms]
 
-    def _through_view(self, edge: Edge, here: State, there: State, time: Time) -> list[Terms]:
+    def _through_view(self, edge: Edge, sources: set[State], there: State, time: Time) -> list[Terms]:
         """A view that has run keeps what it read alive as long as it lives itself."""
         target = self.programme.problem.units[edge.target]
         if not target.free:
@@ -220,7 +204,7 @@ class Liveness:
         alive = self.source(target, 0, time)
         others = Terms()
         for (p, t), variables in self.programme.flow[edge.shape].items():
-            if t == there and p != here:
+            if t == there and p not in sources:
                 for v in variables:
                     others[v] = others.get(v, 0.0) - 1.0
         return [summed(alive[r], others) for r in results if r in alive]
@@ -234,10 +218,8 @@ class Liveness:
                 before: dict[Layout, list[Terms]] = defaultdict(list)
                 after: dict[Layout, list[Terms]] = defaultdict(list)
                 for edge in edges:
-                    for layout, (made, needed) in self._copy_uses(edge, flag, time).items():
-                        reasons[layout] += [needed] if made and needed else []
-                        before[layout] += [made] if made and made != needed else []
-                        after[layout] += [needed] if needed and not made else []
+                    for layout, made, needed, terms in self._copy_uses(edge, flag, time):
+                        (reasons if made and needed else before if made else after)[layout].append(terms)
                 for layout in {**reasons, **before}:
                     both = [summed(b, a, constant=-1.0) for b in before[layout] for a in after[layout]]
                     alive = self.maximum([*reasons[layout], *both])
@@ -245,24 +227,28 @@ class Liveness:
                         out[layout, (flag, scope)] = alive
         return out
 
-    def _copy_uses(self, edge: Edge, flag: str, time: Time) -> dict[Layout, tuple[Terms, Terms]]:
-        """Per copied layout: whether the edge has made it by then, and whether it still needs it."""
-        out: dict[Layout, tuple[Terms, Terms]] = {}
+    def _copy_uses(self, edge: Edge, flag: str, time: Time) -> Iterable[tuple[Layout, bool, bool, Terms]]:
+        """Whether an edge has made a copy by then and whether it still needs it, per copy that its conversions make."""
+        found: dict[tuple[Layout, bool, bool], Terms] = {}
+        viewed: dict[tuple[Layout, State], set[State]] = defaultdict(set)
         for (here, there), variables in self.programme.flow[edge.shape].items():
-            lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
-            if here[1] != flag or not lasting:
+            if here[1] != flag:
                 continue
-            made, needed = out.setdefault(lasting[-1].after, ({}, {}))
-            terms = dict.fromkeys(variables, 1.0)
+            lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
             start = self.converted(edge, there[1])
-            if (start[0], start[1] + (len(lasting) - 1) * STEP) <= time:
-                made |= terms
-            if self.used(edge) >= time:
-                needed |= terms
-            else:
-                for reason in self._through_view(edge, here, there, time):
-                    needed |= reason
-        return out
+            for i, step in enumerate(lasting):
+                made = (start[0], start[1] + i * STEP) <= time
+                last = i + 1 == len(lasting)
+                needed = (self.used(edge) if last else (start[0], start[1] + (i + 1) * STEP)) >= time
+                if made or needed:
+                    found.setdefault((step.after, made, needed), {}).update(dict.fromkeys(variables, 1.0))
+                if made and not needed and last:
+                    viewed[step.after, there].add(here)
+        for (layout, made, needed), terms in found.items():
+            yield layout, made, needed, terms
+        for (layout, there), sources in viewed.items():
+            for reason in self._through_view(edge, sources, there, time):
+                yield layout, True, True, reason
 
     def maximum(self, found: list[Terms]) -> Terms:
         """A sum that is at least each of some sums and, where memory counts, no more."""

@@ -13,12 +13,13 @@ from typing import Any
 
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
+from autopar.cost.memory import Memory
 from autopar.cost.price import price
 from autopar.errors import NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import Mesh
 from autopar.plan import ParameterPlan, Plan
-from autopar.planner.budget import Budgeted
+from autopar.planner.budget import Budgeted, Smallest
 from autopar.planner.program import Programme
 from autopar.planner.units import FREE, Problem, problem
 
@@ -63,7 +64,7 @@ def plan(
     """
     axes = analyse(graph) if axes is None else axes
     budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    found, certificate = None, []
+    found, certificate, refused = None, [], None
     candidates = [mesh] if mesh is not None else meshes(cluster.devices)
     if strategy is not None:
         candidates = [strategy.mesh(cluster.devices)] if mesh is None else [mesh]
@@ -74,11 +75,18 @@ def plan(
         restriction = replace(restriction, stored=stored or {})
         made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
         left = max(1.0, time_limit - (time.monotonic() - started))
-        one = solve(made, budget, optimizer, left, seed, frozenset(local))
+        try:
+            one = solve(made, budget, optimizer, left, seed, frozenset(local))
+        except NoPlan as error:
+            certificate.append({"mesh": str(candidate), "needed_bytes": error.needed_bytes})
+            refused = error if refused is None or error.needed_bytes < refused.needed_bytes else refused
+            continue
         certificate.append({"mesh": str(candidate), "step_s": one.costs["step_s"], **one.certificate})
         if found is None or one.costs["step_s"] < found.costs["step_s"] * (1 - 1e-9):
             found = one
-    assert found is not None
+    if found is None:
+        assert refused is not None
+        raise refused
     if strategy is not None and not strategy.shows(found):
         raise UnsupportedError(f"{strategy} finds nothing to cut in this model on {found.mesh}")
     total = {"seconds": time.monotonic() - started, "tried": certificate}
@@ -91,8 +99,12 @@ def solve(
     """The fastest plan on one mesh that fits."""
     programme = Programme(made)
     found = Budgeted(programme, budget, optimizer, local, seed).solve(time_limit)
-    if found.plan is None or found.program is None or found.memory is None:
-        raise NoPlan(f"no plan found on {made.mesh}")
+    if found.plan is None:
+        found = Smallest(Programme(made), optimizer, local, seed).solve(time_limit)
+        assert found.memory is not None
+        if found.memory.peak > budget:
+            raise too_small(made, found.memory, budget)
+    assert found.plan is not None and found.program is not None and found.memory is not None
     paid = price(found.program, made.graph, made.axes, made.cluster)
     costs = {**paid, "peak_bytes": float(found.memory.peak), "budget_bytes": float(budget)}
     costs |= {f"{kind}_bytes": float(n) for kind, n in found.memory.persistent.items()}
@@ -104,3 +116,25 @@ def solve(
         "programme_s": solution.objective,
     }  # fmt: skip
     return replace(found.plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
+
+
+def too_small(made: Problem, least: Memory, budget: float) -> NoPlan:
+    """The refusal: what is needed, the budget, what is largest at the peak, what to try."""
+    lines = [
+        f"nothing fits in {_gib(budget)} on {made.mesh.devices} devices as {made.mesh}; "
+        f"the least peak found is {_gib(least.peak)}"
+    ]
+    lines[0] += f", at %{least.worst.node}" if least.worst is not None else ""
+    held = sorted(((n, kind) for kind, n in least.persistent.items() if n), reverse=True)
+    lines.append("  it stays: " + ", ".join(f"{kind} {_gib(n)}" for n, kind in held))
+    for tensor in least.alive[:3]:
+        lines.append(f"  and then %{tensor.name}: {_gib(tensor.bytes)}" + (f", from {tensor.source}" if tensor.source else ""))
+    lines.append(f"  try: memory_bytes={least.peak}, more devices, or a smaller batch")
+    return NoPlan("\n".join(lines), least.peak, int(budget))
+
+
+def _gib(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"

@@ -3,8 +3,8 @@
 In: an emitted program that is over its budget.  Out: rows in the programme that rule it out.  Next: `liveness.py`.
 
 A row of a point bounds what every decision holds there. Where an emitted program is over the budget at a point that has its
-row already (the row leaves out the insides of conversions and subgraphs), a small programme forbids that one decision, and
-a large one lowers the bound of the row by what it left out.
+row already, the row left something out: what an op emitted as a subgraph, or a conversion, holds for a moment. A small
+programme then forbids that one decision; a large one adds what was left out to the row, as bytes of the op's option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.planner.solver import Solution
 from autopar.program import Program
 from autopar.rules.core import operands
 
-SMALL = 5000  # variables
+SMALL = 1500  # variables
 POINTS = 3  # rows a round
 
 
@@ -33,41 +33,52 @@ class Watch:
     programme: Programme
     optimizer_copies: float
     budget: float
+    ceiling: int | None = None  # variable that stands for the budget, in units of `scale`
     rows: dict[Time, int] = field(default_factory=dict)
     terms: dict[int, dict[int, float]] = field(default_factory=dict)
+    constants: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.programme, self.optimizer_copies)
         self.units = {u.name: u for u in self.programme.problem.units}
         self.scale = max(self.budget, 1.0) / 1e3
 
-    def add(self, program: Program, held: Memory, picked: dict[int, int]) -> None:
-        """Rule out a decision whose program is over the budget."""
-        over = held.peak - self.budget
-        limit = self.budget - sum(held.persistent.values())
-        fresh = False
-        for point in worst(held, limit):
-            when = self.when(program, point)
-            if when not in self.rows:
-                self.rows[when] = self.row(when)
-                fresh = True
-        if fresh:
-            return
-        when = self.when(program, worst(held, limit)[0])
-        model = self.programme.model
-        if model.size < SMALL:
-            taken = dict.fromkeys(v for c, o in picked.items() for v in self.programme.option_sums(c)[o])
-            model.row([(v, 1.0) for v in taken], upper=len(taken) - 1)
-        else:
-            model.row_upper[self.rows[when]] -= over / self.scale
+    def add(self, program: Program, held: Memory, solution: Solution, budget: float) -> None:
+        """Rule out a solution whose program is over the budget."""
+        limit = budget - sum(held.persistent.values())
+        points = worst(held, limit)
+        fresh = [when for when in dict.fromkeys(self.when(program, p) for p in points) if when not in self.rows]
+        for when in fresh:
+            self.rows[when] = self.row(*self.liveness.at(when))
+        if not fresh:
+            self.sharpen(self.when(program, points[0]), points[0].bytes + budget - limit, solution)
 
-    def row(self, when: Time) -> int:
+    def sharpen(self, when: Time, peak: float, solution: Solution) -> None:
+        """Make a row, or a cut, aware of what it left out."""
+        model, programme = self.programme.model, self.programme
+        picked = programme.picked(solution)
+        unit = programme.problem.units[int(min(when[0], len(programme.problem.units) - 1))]
+        blamed = programme.option_sums(unit.shape)[picked[unit.shape]] if unit.kind == "op" else ()
+        if self.ceiling is None and (model.size < SMALL or not blamed):
+            taken = dict.fromkeys(v for c, o in picked.items() for v in programme.option_sums(c)[o])
+            model.row([(v, 1.0) for v in taken], upper=len(taken) - 1)
+            return
+        row = self.rows[when]
+        terms = self.terms.pop(row)
+        left = peak / self.scale - self.constants[row] - sum(solution.values[v] * f for v, f in terms.items())
+        model.row_upper[row] = float("inf")
+        for v in blamed[:1]:
+            terms[v] = terms.get(v, 0.0) + max(left, 1e-6)
+        self.rows[when] = self.row({v: f * self.scale for v, f in terms.items()}, self.constants[row] * self.scale)
+
+    def row(self, terms: dict[int, float], constant: float) -> int:
         """A new row: what is alive at a point stays below the budget."""
-        terms, constant = self.liveness.at(when)
-        constant += terms.pop(CONSTANT, 0.0)
+        constant = (constant + terms.pop(CONSTANT, 0.0)) / self.scale
         scaled = {v: f / self.scale for v, f in terms.items()}
-        made = self.programme.model.row(scaled.items(), upper=(self.budget - constant) / self.scale)
-        self.terms[made] = scaled
+        top = [] if self.ceiling is None else [(self.ceiling, -1.0)]
+        upper = (self.budget / self.scale if self.ceiling is None else 0.0) - constant
+        made = self.programme.model.row([*scaled.items(), *top], upper=upper)
+        self.terms[made], self.constants[made] = scaled, constant
         return made
 
     def fits(self, solution: Solution) -> bool:

@@ -54,10 +54,6 @@ def view(at: Site) -> Call:
     return aten.reshape.default, (at.args[0], at.shape(at.results[0])), {}
 
 
-def repeat(at: Site) -> Call:
-    return at.node.target, at.args, dict(at.node.kwargs)
-
-
 def slice(at: Site) -> Call:
     """Along a dim of equal parts the part's number counts, and its local length."""
     source, result = at.operands[0], at.results[0]
@@ -87,15 +83,6 @@ def slice_backward(at: Site) -> Call:
         part = start // length
         start, end = part * mine, (part + 1) * mine
     return aten.slice_backward.default, (at.args[0], at.shape(result), dim, start, end, step), {}
-
-
-def split(at: Site) -> Call:
-    """Parts of the local sizes."""
-    if at.node.target is aten.unbind.int:
-        return at.node.target, at.args, {}
-    rank = len(at.operands[0].factors)
-    dim = (at.args[2] if len(at.args) > 2 else at.node.kwargs.get("dim", 0)) % rank
-    return aten.split_with_sizes.default, (at.args[0], [at.shape(r)[dim] for r in at.results], dim), {}
 
 
 def arange(at: Site) -> Call:

@@ -141,13 +141,12 @@ def shifted(at: Emitter, index: fx.Node, table: int | None, dim: int) -> tuple[f
     inside = at.call(
         aten.logical_and.default, at.call(aten.ge.Scalar, row, 0), at.call(aten.lt.Scalar, row, length)
     )
-    safe = at.call(aten.where.ScalarOther, inside, row, 0)
-    return safe, inside
+    return masked(at, row, inside), inside
 
 
 def masked(at: Emitter, x: fx.Node, inside: fx.Node) -> fx.Node:
     """`x` where `inside`, else zero."""
-    return at.call(aten.where.ScalarOther, inside, x, 0)
+    return at.call(aten.masked_fill.Scalar, x, at.call(aten.logical_not.default, inside), 0)
 
 
 @reducing()
@@ -195,10 +194,9 @@ def nll_backward(at: Emitter) -> list[fx.Node | None]:
     reduction, ignore = at.node.args[4], at.node.args[5]
     safe, inside = shifted(at, target, 1, logp.meta["val"].dim() - 1)
     inside = at.call(aten.logical_and.default, inside, at.call(aten.ne.Scalar, target, ignore))
-    column = at.call(aten.unsqueeze.default, inside, -1)
+    column = at.call(aten._to_copy.default, at.call(aten.unsqueeze.default, inside, -1), dtype=logp.meta["val"].dtype)
     spread = at.call(aten.unsqueeze.default, grad, -1) if reduction == 0 else grad
-    value = at.call(aten.where.ScalarOther, column, at.call(aten.neg.default, spread), 0)
+    value = at.call(aten.mul.Tensor, column, at.call(aten.neg.default, spread))
     zeros = at.call(aten.zeros_like.default, logp)
-    value = at.call(aten._to_copy.default, value, dtype=logp.meta["val"].dtype)
     return [at.call(aten.scatter.src, zeros, -1, at.call(aten.unsqueeze.default, safe, -1), value)]
 

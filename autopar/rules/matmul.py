@@ -11,5 +11,3 @@ aten = ops.aten
 
 rule(aten.mm.default, "m k, k n -> m n", flops="2 m k n", linear="each")
 rule(aten.bmm.default, "b m k, b k n -> b m n", flops="2 b m k n", linear="each")
-rule(aten.mv.default, "m k, k -> m", flops="2 m k", linear="each")
-rule(aten.dot.default, "k, k -> ", flops="2 k", linear="each")

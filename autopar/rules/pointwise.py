@@ -13,25 +13,19 @@ from autopar.rules.core import Instance, computed, instantiate, rule, slots
 
 aten = ops.aten
 
-PLAIN = "..., ..., ..., ... -> ..."
-
 rule([aten.add.Tensor, aten.sub.Tensor], "..., ... -> ...", linear="all")
 rule(aten.mul.Tensor, "..., ... -> ...", linear="each")
-rule(aten.mul.Scalar, "... -> ...", linear="each")
 rule(aten.div.Tensor, "..., ... -> ...", linear="0")
 rule(aten.div.Scalar, "... -> ...", linear="each")
-rule([aten.neg.default, aten.clone.default, aten.alias.default, aten.detach.default], "... -> ...", linear="each")
+rule(aten.neg.default, "... -> ...", linear="each")
 rule(aten.where.self, "..., ..., ... -> ...", linear="1+2")
-rule([aten.where.ScalarOther, aten.where.ScalarSelf], "..., ... -> ...")
-rule(aten.where.Scalar, "... -> ...")
-rule([aten.zeros_like.default, aten.ones_like.default, aten.full_like.default], "... -> ...")
-rule(aten.copy.default, "..., ... -> ...", linear="1")
+rule(aten.zeros_like.default, "... -> ...")
 # the backward of these is linear in the gradient that comes in, operand 0
 rule([aten.gelu_backward.default, aten.silu_backward.default, aten.sigmoid_backward.default], "..., ... -> ...", linear="0")
 rule([aten.tanh_backward.default, aten.threshold_backward.default], "..., ... -> ...", linear="0")
 
 
-@computed([aten._to_copy.default, ops.prims.convert_element_type.default], "... -> ...")
+@computed(aten._to_copy.default, "... -> ...")
 def cast(node: fx.Node) -> Instance:
     """A cast passes a pending sum on only between floating-point types that lose nothing."""
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]

@@ -23,11 +23,11 @@ def _rows(node: fx.Node, operand: int) -> str:
 
 @computed(aten.nll_loss_forward.default, "n v, n, v -> n, 1")
 def nll(node: fx.Node) -> Instance:
-    """Summed or by row; a mean is not a sum of parts, so its rows stay whole."""
+    """Summed or by row; a mean is not a sum of parts and stays whole."""
     n, reduction = _rows(node, 0), node.args[3]
     weighted = node.args[2] is not None
     text = f"{n} v, {n}, v -> {n if reduction == 0 else ''}, "
-    whole = " ".join(["n" if reduction == MEAN else "", "v" if weighted else ""])
+    whole = "n v" if reduction == MEAN else "v" if weighted else ""
     return instantiate(node, text, whole=whole, positional="v", local={"v": local.nll}, kinds={"v:1": "same"} | ({"n:1": "same"} if reduction == 0 else {}))
 
 
@@ -36,7 +36,7 @@ def nll_backward(node: fx.Node) -> Instance:
     n, reduction = _rows(node, 1), node.args[4]
     weighted = node.args[3] is not None
     text = f"{n if reduction == 0 else ''}, {n} v, {n}, v,  -> {n} v"
-    whole = " ".join(["n" if reduction == MEAN else "", "v" if weighted else ""])
+    whole = "n v" if reduction == MEAN else "v" if weighted else ""
     return instantiate(node, text, whole=whole, linear="0", positional="v", local={"v": local.nll_backward})
 
 

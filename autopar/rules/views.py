@@ -43,12 +43,7 @@ def regroup(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[tupl
     return tuple(groups)
 
 
-@computed(
-    [aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default]
-    + [aten.squeeze.dim, aten.squeeze.dims],
-    "(a b) -> a b",
-    bind=bind.view,
-)
+@computed([aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim], "(a b) -> a b", bind=bind.view)
 def view(node: fx.Node) -> Instance:
     before, after = shape_of(node.args[0]), shape_of(node)
     blank: tuple[tuple[str, ...], ...] = ()
@@ -71,18 +66,10 @@ def whole_view(before: tuple[int, ...], after: tuple[int, ...]) -> Instance:
     return Instance((ins,), (outs,), sizes, whole=frozenset(sizes), linear=(frozenset([0]),))
 
 
-@computed([aten.permute.default, aten.transpose.int, aten.t.default], "a b -> b a")
+@computed([aten.permute.default], "a b -> b a")
 def permute(node: fx.Node) -> Instance:
-    letters = [f"d{i}" for i in range(len(shape_of(node.args[0])))]
-    order = list(range(len(letters)))
-    if node.target is aten.permute.default:
-        order = [d % len(letters) for d in node.args[1]]  # type: ignore[union-attr]
-    elif node.target is aten.transpose.int:
-        a, b = (d % len(letters) for d in node.args[1:3])  # type: ignore[operator]
-        order[a], order[b] = order[b], order[a]
-    else:
-        order.reverse()
-    return instantiate(node, row(letters, [letters[i] for i in order]), linear="each")
+    letters = [f"d{i}" for i in range(len(shape_of(node)))]
+    return instantiate(node, row(letters, [letters[d] for d in node.args[1]]), linear="each")  # type: ignore[union-attr]
 
 
 @computed([aten.expand.default], "1 a -> b a", shape=1)
@@ -90,16 +77,6 @@ def expand(node: fx.Node) -> Instance:
     source, result = shape_of(node.args[0]), shape_of(node)
     letters = [f"d{i}" for i in range(len(result))]
     return instantiate(node, row(letters[len(result) - len(source) :], letters), linear="each")
-
-
-@computed([aten.repeat.default], "a -> (n a)", bind=bind.repeat)
-def repeat(node: fx.Node) -> Instance:
-    source, times = shape_of(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
-    lead = len(times) - len(source)
-    ins = [f"d{i}" for i in range(lead, len(times))]
-    outs = [f"(n{i} d{i})" if i >= lead else f"n{i}" for i in range(len(times))]
-    sizes = {f"n{i}": n for i, n in enumerate(times)} | {f"d{i + lead}": n for i, n in enumerate(source)}
-    return instantiate(node, row(ins, outs), sizes=sizes, linear="each", whole=" ".join(f"n{i}" for i in range(len(times))))
 
 
 def along(node: fx.Node, dim: int) -> tuple[list[str], int]:
@@ -160,32 +137,6 @@ def select_backward(node: fx.Node) -> Instance:
     return instantiate(node, row(result[:at] + result[at + 1 :], result), whole=result[at], linear="each")
 
 
-@computed([aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int], "(c a) -> a, a", bind=bind.split)
-def split(node: fx.Node) -> Instance:
-    """Equal parts are an outer factor that stays whole; unequal parts keep the dim whole."""
-    letters, at = along(node, argument(node, 1 if node.target is aten.unbind.int else 2, "dim", 0))
-    size, parts = shape_of(node.args[0])[at], node.meta["val"]
-    source, result = list(letters), list(letters)
-    if node.target is aten.unbind.int:
-        result.pop(at)
-        return instantiate(node, row(source, ([*result])) + _again(result, len(parts)), whole=letters[at], linear="each")
-    lengths = {p.shape[at] for p in parts}
-    if len(lengths) == 1:
-        length = lengths.pop()
-        source[at], result[at] = "(c p)", "p"
-        sizes = {"c": size // length, "p": length}
-        return instantiate(node, row(source, result) + _again(result, len(parts)), sizes=sizes, whole="c", linear="each")
-    source[at] = "u"
-    outs = [" ".join("v" + str(i) if d == at else x for d, x in enumerate(letters)) for i in range(len(parts))]
-    unequal = " ".join(["u", *(f"v{i}" for i in range(len(parts)))])
-    return instantiate(node, " ".join(source) + " -> " + ", ".join(outs), whole=unequal, linear="each")
-
-
-def _again(result: list[str], times: int) -> str:
-    """The further results of an op that has `times` equal ones."""
-    return "".join(", " + " ".join(result) for _ in range(times - 1))
-
-
 @computed([aten.cat.default], "a, a -> (c a)")
 def cat(node: fx.Node) -> Instance:
     """Equal parts become an outer factor that stays whole; unequal ones keep the dim whole."""
@@ -200,22 +151,6 @@ def cat(node: fx.Node) -> Instance:
     result[at] = "(c p)" if equal else "v"
     whole = "c" if equal else " ".join(["v", *(f"u{i}" for i in range(len(parts)))])
     sizes = {"c": len(parts), "p": lengths[0]} if equal else {}
-    return _joined(node, parts, sources, result, sizes, whole)
-
-
-@computed([aten.stack.default], "a, a -> c a")
-def stack(node: fx.Node) -> Instance:
-    parts = operands(node)
-    result = [f"d{i}" for i in range(len(shape_of(node)))]
-    at = argument(node, 1, "dim", 0) % len(result)
-    source = result[:at] + result[at + 1 :]
-    return _joined(node, parts, [source] * len(parts), result, {}, result[at])
-
-
-def _joined(
-    node: fx.Node, parts: list[fx.Node], sources: list[list[str]], result: list[str], sizes: dict[str, int], whole: str
-) -> Instance:
-    """An instance for an op over a list of tensors, which share one schema slot."""
     found = dict(sizes)
 
     def dims(letters: list[str], shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
@@ -243,11 +178,10 @@ def pad(node: fx.Node) -> Instance:
     return instantiate(node, row(source, result), whole=whole, linear="each" if zero else None)
 
 
-@computed([aten.flip.default, aten.roll.default], "a k -> a k")
-def reorder(node: fx.Node) -> Instance:
+@computed([aten.flip.default], "a k -> a k")
+def flip(node: fx.Node) -> Instance:
     letters = [f"d{i}" for i in range(len(shape_of(node)))]
-    dims = node.args[1] if node.target is aten.flip.default else argument(node, 2, "dims", [])
-    whole = " ".join(letters[d % len(letters)] for d in dims) if dims else " ".join(letters)
+    whole = " ".join(letters[d % len(letters)] for d in node.args[1])  # type: ignore[union-attr]
     return instantiate(node, row(letters, letters), whole=whole, linear="each")
 
 
@@ -260,7 +194,5 @@ def triangle(node: fx.Node) -> Instance:
     return instantiate(node, row(letters, letters), whole=" ".join(letters[-2:]), linear="each")
 
 
-rule([aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format], " -> ...", shape=0)
-rule([aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default], "-> ...", shape=1)
-rule([aten.scalar_tensor.default], " -> ")
+rule(aten.full.default, " -> ...", shape=0)
 rule(aten.arange.start_step, " -> n", positional="n", bind=bind.arange)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import backward_keeps_graph, boxed, local_of
+from autopar._torch import backward_keeps_graph, boxed, local_of, version_of
 from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
@@ -237,10 +237,8 @@ class _Run(torch.autograd.Function):
         return (None, None, None, *(gradients[index] for index in ctx.wanted))
 
 
-def _version(tensor: Any) -> int:
-    if not isinstance(tensor, Tensor) or tensor.is_inference():
-        return 0
-    return tensor._version
+def _version(value: Any) -> int:
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _storage(tensor: Any) -> int:

@@ -92,14 +92,6 @@ def cut(plan: Plan, counted: Counted) -> bool:
     return some(plan, lambda p: p.level < 3 and bool(p.home.axes))
 
 
-def sequence(plan: Plan, counted: Counted) -> bool:
-    return cut(plan, counted) and ran(counted, "reduce_scatter", "forward") and ran(counted, "all_gather", "forward")
-
-
-def both(*tests: Callable[[Plan, Counted], bool]) -> Callable[[Plan, Counted], bool]:
-    return lambda plan, counted: all(test(plan, counted) for test in tests)
-
-
 def anything(plan: Plan, counted: Counted) -> bool:
     return True
 
@@ -117,7 +109,7 @@ FAMILIES: Mapping[str, Family] = {
     "fsdp-keep": Family(lambda n, _: _strategies().fsdp(reshard=False), kept),
     "tensor": Family(lambda n, _: _strategies().tensor(n), cut),
     "megatron": Family(lambda n, _: _strategies().megatron(n, sp=False), cut),
-    "megatron-sp": Family(lambda n, _: _strategies().megatron(n, sp=True), sequence),
+    "megatron-sp": Family(lambda n, _: _strategies().megatron(n, sp=True), cut),
     "hsdp": Family(lambda n, m: _strategies().hsdp(m), hybrid, mixed=True),
     "ddp x tensor": Family(lambda n, m: _strategies().ddp(n) * _strategies().tensor(m), cut, mixed=True),
     "zero3 x megatron": Family(

@@ -175,21 +175,21 @@ def single_flops(reference: Reference, target: Target) -> int:
 
 def refused(name: str, message: str, target: Target, world: int) -> Row:
     """The row of a refusal: known if docs/limits.md lists it."""
-    reason = limit(target.spec, name, world)
-    return Row(name, "known" if reason else "refused", reason or message)
+    reason = limit(target.spec, name, world, message.splitlines()[0])
+    return Row(name, "known" if reason else "refused", message if not reason else f"{message.splitlines()[0]} ({reason})")
 
 
-def limit(model: str, family: str, world: int, file: Path = LIMITS) -> str:
-    """The reason that the table in docs/limits.md gives for this cell, or nothing."""
+def limit(model: str, family: str, world: int, message: str, file: Path = LIMITS) -> str:
+    """The reason that the table in docs/limits.md gives for a refusal, or nothing."""
     if not file.exists():
         return ""
     for line in file.read_text().splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 4 and all(re.fullmatch(w, v) for w, v in zip(map(wild, cells), (model, family, str(world)))):
-            return cells[3]
+        if len(cells) == 5 and all(map(fits, cells, (model, family, str(world), message))):
+            return cells[4]
     return ""
 
 
-def wild(cell: str) -> str:
-    """A table cell as a pattern: `*` stands for anything."""
-    return re.escape(cell).replace(r"\*", ".*")
+def fits(cell: str, value: str) -> bool:
+    """Whether a table cell, in which `*` stands for anything, describes a value."""
+    return re.fullmatch(re.escape(cell).replace(r"\*", ".*"), value) is not None

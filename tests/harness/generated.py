@@ -118,7 +118,7 @@ class Generated(nn.Module):
             case "scale":
                 return x * self.weights[f"at{i}"].weight[0]
             case "centre":
-                return x - x.mean(1, keepdim=True)
+                return x - 0.5 * x.mean(1, keepdim=True)  # not all of it: a bias before it would get a gradient of pure rounding
             case "flip":
                 return x.transpose(0, 1).contiguous().transpose(0, 1).flip(1)
             case "recent":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.axes import Axes, analyse, computes, is_getitem
 from autopar.capture import capture
@@ -22,8 +23,10 @@ from autopar.layout import Mesh
 from autopar.models import awkward, gpt, llama, mlp
 from autopar.passes import emit
 from autopar.plan import Plan
-from autopar.rules.core import operands, results
+from autopar.rules.core import RULES, operands, results
+from autopar.rules.table import lookup
 from tests.harness.simulate import run
+from tests.rules.snippets import SNIPPETS
 
 MODELS = (mlp.tiny, gpt.tiny, llama.tiny, awkward.square, awkward.scores, awkward.gram, awkward.recurrent, awkward.fused)
 MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
@@ -72,14 +75,26 @@ def values_of(node: fx.Node, graph: Graph) -> dict[str, Tensor]:
 
 
 def key(node: fx.Node) -> Any:
-    shapes = tuple(tuple(o.meta["val"].shape) for o in operands(node))
-    plain = tuple(str(a) for a in fx.node.map_arg(node.args, lambda n: None)) if node.args else ()
-    return str(node.target), shapes, plain
+    """What makes two nodes the same case: the op, its letters, and which of them may be cut."""
+    found, _ = lookup(node)
+    return str(node.target), found.inputs, found.outputs, found.whole, found.linear, found.groups
+
+
+def traced(function: Any, inputs: tuple[Tensor, ...]) -> Iterator[fx.Node]:
+    """The ops of a snippet."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    for node in graph.nodes:
+        if computes(node):
+            node.meta["phase"] = "forward"
+            yield node
 
 
 def samples() -> Iterator[tuple[str, fx.Node]]:
-    """One node for every op, shape and argument list in the joint graphs of the models."""
+    """One node for every op and way to cut it, in the joint graphs of the models and in the snippets."""
     seen: dict[Any, fx.Node] = {}
+    for function, inputs in SNIPPETS.values():
+        for node in traced(function, inputs):
+            seen.setdefault(key(node), node)
     for build in MODELS:
         model, args = build()
         graph = capture(model, args, double=True)
@@ -127,3 +142,8 @@ def check(node: fx.Node) -> int:
 @pytest.mark.parametrize("case", CASES)
 def test_every_cut_of_every_rule_equals_the_whole_op(case: str) -> None:
     assert check(CASES[case]) > 0
+
+
+def test_every_row_of_the_table_is_run() -> None:
+    covered = {case.rsplit("-", 1)[0] for case in CASES}
+    assert {str(op) for op in RULES} <= covered

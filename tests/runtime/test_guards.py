@@ -191,3 +191,28 @@ def test_local_parts_of_wrong_lengths_are_refused(ranks: Pool) -> None:
     for outcome in ranks.outcomes(parts, [2, 3], "all", world=2):
         assert outcome.error == "InputError"
         assert "args[0] is Local, and its parts have [2, 3] rows: rank 0 has 2 where a global" in outcome.message
+
+
+def autocast() -> list[float]:
+    """The same call without and with autocast, and without again."""
+    model, ids, labels = net()
+    model.float()
+    single, *_ = net()
+    single.float()
+    ours = autopar.parallelize(model, autopar.ClusterSpec.preset("cpu-gloo", devices=2))
+    gaps = []
+    for enabled in (False, True, False):
+        losses = []
+        for module in (ours, single):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = module(ids, labels=labels).loss
+            loss.backward()
+            losses.append(loss)
+        gaps.append(gap(*losses))
+    assert len(ours._autopar.programs) == 2
+    return [*gaps, gradients_gap(ours, single)]
+
+
+def test_autocast_is_a_kind_of_call_of_its_own(ranks: Pool) -> None:
+    for plain, cast, again, gradients in ranks.run(autocast, world=2):
+        assert plain < 1e-6 and again < 1e-6 and cast < 0.02 and gradients < 0.1

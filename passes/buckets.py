@@ -1,0 +1,85 @@
+"""Which collectives of a program run together as one.
+
+In: one of a program's graphs and the size of a bucket.  Out: groups of its nodes.  Next: `bind.py`.
+
+Many small collectives cost their latencies. Gradient reductions of one kind wait until they fill a bucket; the gathers
+of a block's parameters start together, one block ahead of their use.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.layout import Mesh, Step
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Nodes of one kind, mesh axis and dtype, in the order of the graph. `early`: at the first of them, else at the last."""
+
+    nodes: tuple[fx.Node, ...]
+    early: bool
+
+    @property
+    def place(self) -> fx.Node:
+        """The node at which all of them run."""
+        return self.nodes[0] if self.early else self.nodes[-1]
+
+
+def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
+    """Groups of at most about `limit_bytes` on a device; every group has at least two members."""
+    if not limit_bytes:
+        return []
+    open_: dict[Any, list[fx.Node]] = {}
+    filled: dict[Any, int] = {}
+    done: list[Bucket] = []
+
+    def close(key: Any) -> None:
+        nodes = open_.pop(key, [])
+        filled.pop(key, None)
+        if len(nodes) > 1:
+            done.append(Bucket(tuple(nodes), key[0] == "all_gather"))
+
+    for node in graph.nodes:
+        key = kind_of(node)
+        if key is None:
+            continue
+        if filled.get(key, 0) >= limit_bytes:
+            close(key)
+        open_.setdefault(key, []).append(node)
+        filled[key] = filled.get(key, 0) + size_bytes(node, mesh)
+    for key in list(open_):
+        close(key)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(done, key=lambda bucket: order[bucket.place])
+
+
+def kind_of(node: fx.Node) -> Any:
+    """What a node may share a bucket with: equal keys; None for a node that runs alone."""
+    step: Step | None = node.meta.get("step")
+    if step is None:
+        return None
+    dtype = node.meta["val"].dtype
+    if step.kind in REDUCTIONS and all(user.op == "output" for user in node.users):
+        return step.kind, step.axis, dict(step.before.pending)[step.axis], dtype
+    if step.kind == "all_gather" and node.args[0].op == "placeholder":  # type: ignore[union-attr]
+        return step.kind, step.axis, block_of(node.meta.get("module", "")), dtype
+    return None
+
+
+def block_of(module: str) -> str:
+    """The repeated block that a submodule lies in: `h.3` of `h.3.attn.c_proj`; the module itself outside any."""
+    found = re.match(r"(.*?\.?\d+)(\.|$)", module)
+    return found.group(1) if found else module
+
+
+def size_bytes(node: fx.Node, mesh: Mesh) -> int:
+    """Bytes on a device of the larger end of a step."""
+    step: Step = node.meta["step"]
+    return max(step.before.local_numel(mesh), step.after.local_numel(mesh)) * int(node.meta["val"].dtype.itemsize)

@@ -1,0 +1,38 @@
+"""Every model on every world: plan families and random legal plans against the single device."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.verify.families import FAMILIES, names
+from autopar.verify.run import Harness
+from tests.parity.cases import CELLS, TARGETS, WORLDS, some_families
+
+cells = pytest.mark.parametrize(("model", "world"), CELLS, ids=[f"{m}-{w}" for m, w in CELLS])
+
+
+@cells
+def test_some_families_and_random_plans_equal_one_device(harness: Harness, model: str, world: int) -> None:
+    report = harness.verify(TARGETS[model], world, some_families(model, world), random=3, seed=world)
+    assert report.exit_code == 0, report.text()
+
+
+@pytest.mark.slow
+@cells
+def test_every_family_equals_one_device(harness: Harness, model: str, world: int) -> None:
+    report = harness.verify(TARGETS[model], world)
+    assert report.exit_code == 0, report.text()
+
+
+@pytest.mark.slow
+@cells
+def test_25_random_legal_plans_equal_one_device(harness: Harness, model: str, world: int) -> None:
+    report = harness.verify(TARGETS[model], world, [], random=25, seed=100 + world)
+    assert report.exit_code == 0, report.text()
+
+
+def test_the_common_run_takes_every_family_on_every_world() -> None:
+    for world in WORLDS:
+        taken = {family for model, w in CELLS if w == world for family in some_families(model, w)}
+        assert taken == set(names(world))
+    assert {name for world in WORLDS for name in names(world)} == set(FAMILIES)

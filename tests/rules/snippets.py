@@ -1,0 +1,101 @@
+"""Functions that use the ops which the models do not, so that every row of the rule table is run.
+
+In: nothing.  Out: (function, inputs) pairs to trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+ours = torch.ops.autopar
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def index(top: int, *shape: int) -> Tensor:
+    return torch.randint(top, shape)
+
+
+def mask(*shape: int) -> Tensor:
+    return torch.rand(shape) < 0.6
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+    b, h, s, _ = q.shape
+    piece = [b, h, s, k.shape[2]]
+    out, lse = ours.attention(q, k, v, bias, False, 0.5, 0.0, 0, None, piece, piece, [0] * 4, 0)
+    return ours.attention_backward(out, q, k, v, out, lse, bias, False, 0.5, 0.0, 0, None, piece, piece, [0] * 4, 0)
+
+
+RNG = torch.tensor([7, 3])
+
+SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "gather": (lambda x, i: aten.gather(x, 1, i), (rand(4, 6, 5), index(6, 4, 3, 5))),
+    "scatter_add": (lambda x, i, s: aten.scatter_add(x, 1, i, s), (rand(4, 6), index(6, 4, 3), rand(4, 3))),
+    "scatter value": (lambda x, i: aten.scatter(x, 1, i, 2.5), (rand(4, 6), index(6, 4, 1))),
+    "scatter src": (lambda x, i, s: aten.scatter(x, 1, i, s), (rand(4, 6), index(6, 4, 1), rand(4, 1))),
+    "index front": (lambda x, i: aten.index(x, [i]), (rand(6, 4, 5), index(6, 3, 2))),
+    "index inner": (lambda x, i, j: aten.index(x, [None, i, j]), (rand(4, 6, 5), index(6, 4), index(5, 4))),
+    "index apart": (lambda x, i, j: aten.index(x, [i, None, j]), (rand(6, 4, 5), index(6, 3), index(5, 3))),
+    "index_put": (lambda x, i, v: aten.index_put(x, [i], v), (rand(6, 4), torch.tensor([4, 1, 2]), rand(3, 4))),
+    "index_put add": (lambda x, i, v: aten.index_put(x, [i], v, True), (rand(6, 4), index(6, 3), rand(3, 4))),
+    "where": (lambda c, a, b: aten.where(c, a, b), (mask(4, 6), rand(4, 6), rand(6))),
+    "masked_fill": (lambda a, c: aten.masked_fill.Scalar(a, c, 0), (rand(4, 6), mask(4, 6))),
+    "zeros_like": (lambda x: aten.zeros_like(x), (rand(4, 6),)),
+    "div scalar": (lambda x: aten.div.Scalar(x, 3), (rand(4, 6),)),
+    "sum": (lambda x: aten.sum(x), (rand(4, 6),)),
+    "sum keep": (lambda x: aten.sum(x, [1], True), (rand(4, 6, 5),)),
+    "amax": (lambda x: aten.amax(x, [1]), (rand(4, 6, 5),)),
+    "amin": (lambda x: aten.amin(x, [0, 2], True), (rand(4, 6, 5),)),
+    "cumsum": (lambda x: aten.cumsum(x, 1), (rand(4, 6),)),
+    "any": (lambda x: aten.any(x), (mask(4, 6),)),
+    "all": (lambda x: aten.all(x), (mask(4, 6),)),
+    "sigmoid_backward": (lambda g, y: aten.sigmoid_backward(g, y), (rand(4, 6), rand(4, 6))),
+    "uniform": (lambda r: ours.uniform(0, r, [4, 6], [4, 6], [4, 6], [0, 0], torch.float64), (RNG,)),
+    "unsqueeze": (lambda x: aten.unsqueeze(x, 1), (rand(4, 6),)),
+    "squeeze": (lambda x: aten.squeeze.dim(x, 1), (rand(4, 1, 6),)),
+    "slice part": (lambda x: aten.slice(x, 1, 3, 6), (rand(4, 6),)),
+    "slice odd": (lambda x: aten.slice(x, 1, 1, 6), (rand(4, 6),)),
+    "slice end": (lambda x: aten.slice(x, 0, -2), (rand(4, 6),)),
+    "slice step": (lambda x: aten.slice(x, 1, 0, 6, 2), (rand(4, 6),)),
+    "slice_backward": (lambda g: aten.slice_backward(g, [4, 6], 1, 3, 6, 1), (rand(4, 3),)),
+    "slice_backward odd": (lambda g: aten.slice_backward(g, [4, 7], 1, 2, 5, 1), (rand(4, 3),)),
+    "select_backward": (lambda g: aten.select_backward(g, [4, 3, 6], 1, 2), (rand(4, 6),)),
+    "cat unequal": (lambda a, b: aten.cat([a, b], 1), (rand(4, 6), rand(4, 2))),
+    "cat equal": (lambda a, b: aten.cat([a, b], 1), (rand(4, 6), rand(4, 6))),
+    "pad": (lambda x: aten.constant_pad_nd(x, [1, 2]), (rand(4, 6),)),
+    "pad one": (lambda x: aten.constant_pad_nd(x, [1, 2], 1.0), (rand(4, 6),)),
+    "flip": (lambda x: aten.flip(x, [1]), (rand(4, 6),)),
+    "triu": (lambda x: aten.triu(x, 1), (rand(4, 6, 5),)),
+    "tril": (lambda x: aten.tril(x), (rand(4, 6, 5),)),
+    "diagonal": (lambda x: aten.diagonal(x, 0, 1, 2), (rand(4, 6, 6),)),
+    "expand front": (lambda x: aten.expand(x, [5, 4, 6]), (rand(4, 1),)),
+    "layer norm of two dims": (
+        lambda x, w, b: aten.native_layer_norm(x, [6, 5], w, b, 1e-5),
+        (rand(4, 6, 5), rand(6, 5), rand(6, 5)),
+    ),
+    "layer norm backward without input": (
+        lambda g, x, m, r, w: aten.native_layer_norm_backward(g, x, [6], m, r, w, None, [False, True, False]),
+        (rand(4, 6), rand(4, 6), rand(4, 1), rand(4, 1), rand(6)),
+    ),
+    "nll by row": (lambda x, t: aten.nll_loss_forward(x, t, None, 0, -100), (rand(4, 6), index(6, 4))),
+    "nll mean": (lambda x, t: aten.nll_loss_forward(x, t, None, 1, 2), (rand(4, 6), index(6, 4))),
+    "nll weighted": (lambda x, t, w: aten.nll_loss_forward(x, t, w, 2, -100), (rand(4, 6), index(6, 4), rand(6))),
+    "nll backward by row": (
+        lambda g, x, t, n: aten.nll_loss_backward(g, x, t, None, 0, -100, n),
+        (rand(4), rand(4, 6), index(6, 4), rand()),
+    ),
+    "embedding backward padding": (
+        lambda g, i: aten.embedding_dense_backward(g, i, 11, 2, False),
+        (rand(4, 6, 5), index(11, 4, 6)),
+    ),
+    "attention with a bias": (attention, (rand(4, 6, 5, 2), rand(4, 3, 7, 2), rand(4, 3, 7, 2), rand(4, 1, 5, 7))),
+    "attention with a bias by head": (attention, (rand(4, 6, 5, 2), rand(4, 3, 7, 2), rand(4, 3, 7, 2), rand(1, 6, 1, 7))),
+}

@@ -1,0 +1,143 @@
+"""The command line: what it prints, what it writes, how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar import files
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.parsing import read_bytes, read_cluster, read_strategy
+from autopar.verify.report import Row
+from autopar.verify.run import limit, refused
+from autopar.verify.target import Target
+
+MLP = "autopar.models.mlp:divisible"
+
+
+def autopar(*args: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autopar.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def test_plan_prints_the_plan_saves_it_and_dumps_what_led_to_it(tmp_path: Path) -> None:
+    dump, out = tmp_path / "dump", tmp_path / "plan.json"
+    done = autopar("plan", MLP, "--devices", "4", "--strategy", "zero(3)", "--dump", str(dump), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("plan  mesh(data=4)   step ")
+    assert "\n  ZeRO 3 " in done.stdout
+    assert f"{files.load(out)}\n" == done.stdout
+    made = sorted(p.name for p in dump.iterdir())
+    assert {"00-captured.txt", "plan.json", "plan.txt", "program-backward.txt", "program-forward.txt", "solver.lp"} < set(made)
+    assert "all_gather" in (dump / "program-forward.txt").read_text()
+    assert "Minimize" in (dump / "solver.lp").read_text()
+
+
+def test_plan_prints_json_that_loads() -> None:
+    done = autopar("plan", MLP, "--devices", "2", "--json", "--memory", "100MB")
+    assert files.loads(done.stdout).costs["budget_bytes"] == 100e6
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("plan", "nothing"), 2, "InputError: 'nothing' is no model; write package.module:function or hf:ClassName\n"),
+        (("plan", MLP, "--cluster", "moon"), 2, "ClusterError: no preset 'moon'; there are cpu-gloo, dgx-a100-80, dgx-h100\n"),
+        (("plan", MLP, "--devices", "2", "--memory", "20KB"), 3, "NoPlan: "),
+        (("plan", MLP, "--devices", "48", "--strategy", "ddp"), 3, "UnsupportedError: ddp(): a batch of 12 (args[0]) cannot be"),
+        (("plan",), 2, ""),
+    ],
+)
+def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code: int, message: str) -> None:
+    done = autopar(*args)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(message), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
+    done = autopar("verify", "autopar.models.mlp:tiny", "--world", "2", "--families", "ddp,zero2", "--random", "1", "--seed", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "verify autopar.models.mlp:tiny on 2 ranks; largest error, bound 1e-09"
+    assert lines[1].split() == ["family", "loss", "outputs", "gradients", "parameters", "buffers", "flops", "mesh"]
+    assert [line.split()[0] for line in lines[2:5]] == ["ddp", "zero2", "random"]
+    assert lines[-1].startswith("ok: 3 of 3 equal in ")
+
+
+def test_verify_names_families_that_do_not_exist_here() -> None:
+    for families in ("pipeline", "hsdp"):
+        done = autopar("verify", "autopar.models.mlp:tiny", "--world", "3", "--families", families)
+        assert done.returncode == 2
+        assert families in done.stderr
+
+
+def test_run_trains_on_real_processes() -> None:
+    done = autopar("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines[0]["plan"].startswith("plan  mesh(")
+    losses = [line["loss"] for line in lines[1:]]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+
+
+# --- words as values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("123", 123), ("1.5 kib", 1536)])
+def test_bytes_are_read_with_units(text: str, count: int) -> None:
+    assert read_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "8 apples", "-3GB"])
+def test_a_wrong_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is no number of bytes"):
+        read_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["zero(3)", "ddp(2) * megatron(2, sp=True)", "fsdp(reshard=False)", "ddp()"])
+def test_a_strategy_reads_back_from_its_text(text: str) -> None:
+    assert str(read_strategy(text)) == text
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "Strategy(1)", "ddp.x", "ddp() +", "nothing()", "zero(open('x'))"])
+def test_nothing_but_strategies_is_evaluated(text: str) -> None:
+    with pytest.raises(InputError, match="is no strategy"):
+        read_strategy(text)
+
+
+def test_a_cluster_is_a_file_a_preset_or_this_machine(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(ClusterSpec.preset("cpu-gloo", devices=8).model_dump_json())
+    assert read_cluster(str(file), None, None).devices == 8
+    assert read_cluster(str(file), 4, None).devices == 4
+    assert read_cluster("dgx-a100-80", None, 2).devices == 16
+    assert read_cluster("detect", 3, None).devices == 3
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+TABLE = """
+| model | family | world | refusal | reason |
+| --- | --- | --- | --- | --- |
+| `a.b:*` | `zero*` | `4` | `zero(3): a batch of * is short` | because |
+"""
+
+
+def test_a_refusal_is_known_if_the_table_of_limits_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "limits.md"
+    file.write_text(TABLE)
+    assert limit("a.b:c", "zero3", 4, "zero(3): a batch of 3 is short", file) == "because"
+    for cell in (("x", "zero3", 4), ("a.b:c", "ddp", 4), ("a.b:c", "zero3", 3)):
+        assert limit(*cell, "zero(3): a batch of 3 is short", file) == ""
+    assert limit("a.b:c", "zero3", 4, "something else", file) == ""
+
+
+def test_a_refusal_that_no_table_has_is_a_refusal() -> None:
+    assert refused("ddp", "no reason\n  more", Target.parse("a:b"), 4) == Row("ddp", "refused", "no reason\n  more")
