@@ -6,29 +6,49 @@ which counts the same on running ranks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autopar.layout import Mesh, Step
+from autopar.passes.buckets import buckets
 from autopar.program import Program
 
 Key = tuple[str, str, str]  # kind, mesh axis, phase
 
 
-def moves(program: Program) -> dict[Key, tuple[int, int]]:
-    """Tensors and bytes of one step. The copies of parameters at ZeRO 1 and 2 are gathered before forward."""
-    tensors: Counter[Key] = Counter()
-    sizes: Counter[Key] = Counter()
-    parts = (("forward", program.refresh), ("forward", program.forward), ("backward", program.backward))
-    for phase, graph in parts:
+@dataclass(frozen=True)
+class Moved:
+    """What goes by one kind of collective, along one mesh axis, in one phase.
+
+    tensors   how many
+    bytes     at the larger end, pieces padded to the largest
+    calls     collectives that carry them: fewer than tensors where some share a bucket
+    """
+
+    tensors: int = 0
+    bytes: int = 0
+    calls: int = 0
+
+    def plus(self, tensors: int, size: int, calls: int) -> Moved:
+        return Moved(self.tensors + tensors, self.bytes + size, self.calls + calls)
+
+
+def moves(program: Program) -> dict[Key, Moved]:
+    """Everything that one step moves. The copies of parameters at ZeRO 1 and 2 are gathered before forward."""
+    out: dict[Key, Moved] = {}
+    mesh, limit = program.plan.mesh, program.plan.bucket_bytes
+    for phase, graph in (("forward", program.refresh), ("forward", program.forward), ("backward", program.backward)):
         for node, step in collectives(graph):
             key = step.kind, step.axis, phase
-            tensors[key] += 1
-            sizes[key] += elements(step, program.plan.mesh) * itemsize(node)
-    return {key: (tensors[key], sizes[key]) for key in sorted(tensors)}
+            out[key] = out.get(key, Moved()).plus(1, elements(step, mesh) * itemsize(node), 1)
+        for bucket in buckets(graph, mesh, limit):
+            step = bucket.nodes[0].meta["step"]
+            key = step.kind, step.axis, phase
+            out[key] = out[key].plus(0, 0, 1 - len(bucket.nodes))
+    return dict(sorted(out.items()))
 
 
 def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Step]]:

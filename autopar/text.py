@@ -29,7 +29,7 @@ from autopar.cost.compute import node_s
 from autopar.fingerprint import type_text
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, Step
-from autopar.moves import collectives, moves
+from autopar.moves import Moved, collectives, moves
 from autopar.plan import ParameterPlan, Plan
 from autopar.program import Program
 from autopar.rules.core import results
@@ -247,10 +247,14 @@ def total_lines(program: Program) -> Iterator[str]:
     """One line a phase."""
     found = moves(program)
     for phase in ("forward", "backward"):
-        parts = [
-            f"{number} {kind}({axis}) {size(moved)}" for (kind, axis, when), (number, moved) in found.items() if when == phase
-        ]
+        parts = [moved_text(kind, axis, moved) for (kind, axis, when), moved in found.items() if when == phase]
         yield f"{phase} moves {', '.join(parts) or 'nothing'}"
+
+
+def moved_text(kind: str, axis: str, moved: Moved) -> str:
+    """`34 all_reduce(data) in 2 calls 2.27 MiB`."""
+    calls = f" in {moved.calls} call{'s' if moved.calls > 1 else ''}" if moved.calls < moved.tensors else ""
+    return f"{moved.tensors} {kind}({axis}){calls} {size(moved.bytes)}"
 
 
 # --- parameters and memory --------------------------------------------------------------------------------------------
@@ -307,8 +311,8 @@ def certificate_lines(plan: Plan) -> Iterator[str]:
     certificate: Mapping[str, Any] = plan.certificate
     if "objective_s" in certificate:
         bound = f"objective {ms(certificate['objective_s'])} ms, bound {ms(certificate['bound_s'])} ms"
-        size = f", {certificate['variables']} variables" if "variables" in certificate else ""
-        yield f"certificate: {bound}{size}"
+        count = f", {certificate['variables']} variables" if "variables" in certificate else ""
+        yield f"certificate: {bound}{count}"
     best = plan.costs.get("step_s", 0.0)
     others = [t for t in certificate.get("tried", ()) if isinstance(t, Mapping) and t.get("mesh") != str(plan.mesh)]
     for entry in sorted(others, key=lambda t: t.get("step_s", float("inf")))[:5]:

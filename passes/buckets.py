@@ -33,7 +33,7 @@ class Bucket:
 
 
 def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Groups of at most about `limit_bytes` on a device; every group has at least two members."""
+    """Groups of at most twice `limit_bytes` on a device; every group has at least two members, each below the limit."""
     if not limit_bytes:
         return []
     open_: dict[Any, list[fx.Node]] = {}
@@ -48,7 +48,7 @@ def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
 
     for node in graph.nodes:
         key = kind_of(node)
-        if key is None:
+        if key is None or size_bytes(node, mesh) >= limit_bytes:
             continue
         if filled.get(key, 0) >= limit_bytes:
             close(key)

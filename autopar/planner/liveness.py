@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from autopar.layout import Layout, Step
+from autopar.layout import Layout
 from autopar.planner.program import Programme, Sum, scopes
 from autopar.planner.units import Edge, State, Unit
 
 Time = tuple[float, float]
 Terms = dict[int, float]  # variable -> factor
+Copy = tuple[Layout, Layout]  # what the reader wants, and what that is a slice of
 
 RUNS = 1e6
 AFTER = 2e6
@@ -114,7 +115,7 @@ class Liveness:
             else:
                 for state, alive in self.source(unit, result, time).items():
                     yield self.bytes(state[0], itemsize), alive
-        for (layout, _), alive in self.copies(unit, result, time).items():
+        for layout, alive in self.copies(unit, result, time):
             yield self.bytes(layout, itemsize), alive
 
     # --- times -------------------------------------------------------------------------------------------------------
@@ -165,12 +166,11 @@ class Liveness:
 
     def _needs(self, edge: Edge, edges: list[Edge], state: State, time: Time) -> list[Terms]:
         """Reasons of one edge for the source to be alive."""
-        steady, moving = Terms(), defaultdict[Step, Terms](Terms)
+        steady, moving = Terms(), defaultdict[Layout, Terms](Terms)
         out = []
-        for (here, there), variables in self.programme.flow[edge.shape].items():
+        for here, there, variables, path in self.programme.flow[edge.shape]:
             if here != state:
                 continue
-            path = self.programme.path(here, there) or ()
             lasting = [s for s in path if s.kind != "slice"]
             if not lasting:
                 if self.used(edge) >= time:
@@ -178,21 +178,24 @@ class Liveness:
                 else:
                     out += self._through_view(edge, {here}, there, time)
             elif self.converted(edge, there[1]) >= time:
-                moving[path[0]] |= dict.fromkeys(variables, 1.0)
+                moving[there[0]] |= dict.fromkeys(variables, 1.0)
         earlier = [e for e in edges if self.converted(e, "") < time]
         if not earlier:
             out.append({**steady, **{v: f for terms in moving.values() for v, f in terms.items()}})
             return [terms for terms in out if terms]
         out.append(steady)
-        for first, terms in moving.items():
-            done = Terms()
-            for e in earlier:
-                for (here, there), variables in self.programme.flow[e.shape].items():
-                    if here == state and (self.programme.path(here, there) or (None,))[0] == first:
-                        for v in variables:
-                            done[v] = done.get(v, 0.0) - 1.0
-            out.append(summed(terms, done))
+        out += [summed(terms, self._made(earlier, state, layout)) for layout, terms in moving.items()]
         return [terms for terms in out if terms]
+
+    def _made(self, earlier: list[Edge], state: State, layout: Layout) -> Terms:
+        """Minus one if an earlier reader wanted the same conversion."""
+        done = Terms()
+        for e in earlier:
+            for here, there, variables, path in self.programme.flow[e.shape]:
+                if here == state and path and there[0] == layout:
+                    for v in variables:
+                        done[v] = done.get(v, 0.0) - 1.0
+        return done
 
     def _through_view(self, edge: Edge, sources: set[State], there: State, time: Time) -> list[Terms]:
         """A view that has run keeps what it read alive as long as it lives itself."""
@@ -203,52 +206,70 @@ class Liveness:
         results = {o.outputs[0] for o in options if o.inputs[edge.operand] == there}
         alive = self.source(target, 0, time)
         others = Terms()
-        for (p, t), variables in self.programme.flow[edge.shape].items():
+        for p, t, variables, _ in self.programme.flow[edge.shape]:
             if t == there and p not in sources:
                 for v in variables:
                     others[v] = others.get(v, 0.0) - 1.0
         return [summed(alive[r], others) for r in results if r in alive]
 
-    def copies(self, unit: Unit, result: int, time: Time) -> dict[tuple[Layout, Hashable], Terms]:
-        """Whether a converted copy of a value is alive at a point, per layout and scope."""
-        out: dict[tuple[Layout, Hashable], Terms] = {}
+    def copies(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[Layout, Terms]]:
+        """(layout, alive) of every converted copy of a value that may be alive at a point, in every scope."""
         for flag in self.programme.flags(unit.index, result):
-            for scope, edges in scopes(self.readers(unit, result), self.programme.problem, flag).items():
-                reasons: dict[Layout, list[Terms]] = defaultdict(list)
-                before: dict[Layout, list[Terms]] = defaultdict(list)
-                after: dict[Layout, list[Terms]] = defaultdict(list)
-                for edge in edges:
-                    for layout, made, needed, terms in self._copy_uses(edge, flag, time):
-                        (reasons if made and needed else before if made else after)[layout].append(terms)
-                for layout in {**reasons, **before}:
-                    both = [summed(b, a, constant=-1.0) for b in before[layout] for a in after[layout]]
-                    alive = self.maximum([*reasons[layout], *both])
-                    if alive:
-                        out[layout, (flag, scope)] = alive
-        return out
+            for edges in scopes(self.readers(unit, result), self.programme.problem, flag).values():
+                yield from self._copies(edges, flag, time)
 
-    def _copy_uses(self, edge: Edge, flag: str, time: Time) -> Iterable[tuple[Layout, bool, bool, Terms]]:
-        """Whether an edge has made a copy by then and whether it still needs it, per copy that its conversions make."""
-        found: dict[tuple[Layout, bool, bool], Terms] = {}
-        viewed: dict[tuple[Layout, State], set[State]] = defaultdict(set)
-        for (here, there), variables in self.programme.flow[edge.shape].items():
-            if here[1] != flag:
+    def _copies(self, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[Layout, Terms]]:
+        reasons: dict[Copy, list[Terms]] = defaultdict(list)
+        before: dict[Copy, list[Terms]] = defaultdict(list)
+        after: dict[Copy, list[Terms]] = defaultdict(list)
+        for edge in edges:
+            for copy, made, needed, terms in self._copy_uses(edge, flag, time):
+                (reasons if made and needed else before if made else after)[copy].append(terms)
+            yield from self._passing(edge, edges, flag, time)
+        for copy in {**reasons, **before}:
+            both = [summed(b, a, constant=-1.0) for b in before[copy] for a in after[copy]]
+            alive = self.maximum([*reasons[copy], *both])
+            if alive:
+                yield copy[1], alive
+
+    def _copy_uses(self, edge: Edge, flag: str, time: Time) -> Iterable[tuple[Copy, bool, bool, Terms]]:
+        """Whether an edge has made a copy by then and whether it still needs it, per copy that it may ask for."""
+        found: dict[tuple[Copy, bool, bool], Terms] = {}
+        viewed: dict[tuple[Copy, State], set[State]] = defaultdict(set)
+        for here, there, variables, path in self.programme.flow[edge.shape]:
+            lasting = [s for s in path if s.kind != "slice"]
+            if here[1] != flag or not lasting:
                 continue
-            lasting = [s for s in self.programme.path(here, there) or () if s.kind != "slice"]
+            copy = there[0], lasting[-1].after
             start = self.converted(edge, there[1])
-            for i, step in enumerate(lasting):
-                made = (start[0], start[1] + i * STEP) <= time
-                last = i + 1 == len(lasting)
-                needed = (self.used(edge) if last else (start[0], start[1] + (i + 1) * STEP)) >= time
-                if made or needed:
-                    found.setdefault((step.after, made, needed), {}).update(dict.fromkeys(variables, 1.0))
-                if made and not needed and last:
-                    viewed[step.after, there].add(here)
-        for (layout, made, needed), terms in found.items():
-            yield layout, made, needed, terms
-        for (layout, there), sources in viewed.items():
+            made = (start[0], start[1] + (len(lasting) - 1) * STEP) <= time
+            needed = self.used(edge) >= time
+            if made or needed:
+                found.setdefault((copy, made, needed), {}).update(dict.fromkeys(variables, 1.0))
+            if made and not needed:
+                viewed[copy, there].add(here)
+        for (copy, made, needed), terms in found.items():
+            yield copy, made, needed, terms
+        for (copy, there), sources in viewed.items():
             for reason in self._through_view(edge, sources, there, time):
-                yield layout, True, True, reason
+                yield copy, True, True, reason
+
+    def _passing(self, edge: Edge, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[Layout, Terms]]:
+        """What lies between the ends of a conversion of several steps, while it is made."""
+        earlier = [e for e in edges if self.converted(e, "") < self.converted(edge, "")]
+        for here, there, variables, path in self.programme.flow[edge.shape]:
+            start = self.converted(edge, there[1])
+            lasting = [s for s in path if s.kind != "slice"]
+            if here[1] != flag or start[0] != time[0] or len(lasting) < 2:
+                continue
+            step = round((time[1] - start[1]) / STEP)
+            if 0 <= step < len(lasting):
+                alive = summed(dict.fromkeys(variables, 1.0), self._made(earlier, here, there[0]))
+                alive = self.maximum([alive])
+                if step:
+                    yield lasting[step - 1].after, alive
+                if step + 1 < len(lasting):
+                    yield lasting[step].after, alive
 
     def maximum(self, found: list[Terms]) -> Terms:
         """A sum that is at least each of some sums and, where memory counts, no more."""

@@ -11,19 +11,19 @@ Sets
 Variables
     x[c, o]        one-hot: the option of a class                                       (0 or 1)
     e[k, P, L]     the value is handed over in P and wanted in L                        (follows from x)
-    y[g, P, s]     step s of a conversion from P is made for value g                    (follows from e)
+    y[g, P, L]     value g is converted from P to L, once for all its readers           (follows from e)
 
 Rows
     sum_o x[c, o] = 1
     sum_L e[k, P, L] = sum of x[c, o] that hand over in P          for every P in S(k)
     sum_P e[k, P, L] = sum of x[d, o] that want L                  for every L in T(k)
-    y[g, P, s] >= sum of e[k, P, L] whose conversion has step s    for every edge k of g
+    y[g, P, L] >= e[k, P, L]                                       for every edge k of g
     memory at a point in time <= budget                            see `liveness.py`; added as they are violated
 
 Objective, seconds
-    sum_c n(c) seconds(o) x[c, o]  +  sum_g n(g) seconds(s) y[g, P, s]
+    sum_c n(c) seconds(o) x[c, o]  +  sum_g n(g) seconds(P to L) y[g, P, L]
 
-A conversion is made for all readers of a value in one phase at once, step by step, as the emitter does. Pairs (P, L) without a conversion have no e. A value with one edge needs no y, an edge with one layout at an end no e. A
+Pairs (P, L) without a conversion have no e. A value with one edge needs no y, an edge with one layout at an end no e. A
 view that one op reads has no x of its own: it follows its reader, which is lossless since it costs nothing and a
 conversion before it costs the same as one behind it. A parameter is a unit whose options are the ways to keep it: it
 hands out its compute copy and wants its gradient in the layout it is stored in.
@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.cost.comm import step_s
 from autopar.layout import Layout, Step, conversion
@@ -41,23 +42,33 @@ from autopar.planner.solver import Model, Solution
 from autopar.planner.units import Edge, Problem, State, Unit
 
 Sum = tuple[int, ...]  # of variables
-Pair = tuple[State, State]
 Scope = tuple[str, str]  # phase, module
+
+
+class Flow(NamedTuple):
+    """A value handed over in one layout and wanted in another: the variables whose sum says so, the conversion."""
+
+    here: State
+    there: State
+    variables: Sum
+    path: tuple[Step, ...]
 
 
 @dataclass
 class Programme:
-    """Variables and rows of one problem; `flow[k][P, L]` and `options[c][o]` are sums of variables."""
+    """Variables and rows of one problem; `flow[k]` lists the pairs (P, L), `options[c][o]` are sums of variables."""
 
     problem: Problem
     model: Model = field(default_factory=Model)
     options: dict[int, tuple[Sum, ...]] = field(default_factory=dict)
-    flow: dict[int, dict[Pair, Sum]] = field(default_factory=dict)
-    paths: dict[tuple[State, State], tuple[Step, ...] | None] = field(default_factory=dict)
+    flow: dict[int, list[Flow]] = field(default_factory=dict)
     followers: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._members: dict[int, list[Unit]] = defaultdict(list)
+        self._numbers: dict[State, int] = {}
+        self._paths: dict[tuple[int, int], tuple[Step, ...] | None] = {}
+        self._step_s: dict[tuple[int, int], float] = {}
         for unit in self.problem.units:
             self._members[unit.shape].append(unit)
         self._find_followers()
@@ -128,37 +139,48 @@ class Programme:
 
     # --- flows -------------------------------------------------------------------------------------------------------
 
-    def path(self, source: State, target: State) -> tuple[Step, ...] | None:
-        """The conversion between two ends of an edge."""
-        if (source, target) not in self.paths:
-            here, there = source[0], target[0]
-            if target[1] == "settled":
-                there = here.settled() if here.settled() == there else None  # type: ignore[assignment]
-            self.paths[source, target] = None if there is None else conversion(here, there, self.problem.mesh)
-        return self.paths[source, target]
+    def paths(self, handed: Iterable[State], wanted: Iterable[State]) -> dict[tuple[int, int], tuple[Step, ...]]:
+        """The conversions between two sets of ends, by position; pairs without one are left out."""
+        ends = [[(self._numbers.setdefault(s, len(self._numbers)), s) for s in side] for side in (handed, wanted)]
+        out = {}
+        for i, (p, source) in enumerate(ends[0]):
+            for j, (t, target) in enumerate(ends[1]):
+                if (p, t) not in self._paths:
+                    self._paths[p, t] = self._path(source, target)
+                path = self._paths[p, t]
+                if path is not None:
+                    out[i, j] = path
+        return out
+
+    def _path(self, source: State, target: State) -> tuple[Step, ...] | None:
+        if target[1] == "settled" and source[0].settled() != target[0]:
+            return None
+        return conversion(source[0], target[0], self.problem.mesh)
 
     def _flow(self, k: int) -> None:
         handed, wanted = self.handed(k), self.wanted(k)
         c = self.problem.shapes[k][0]
         if self.followers.get(c) == k:
-            self.flow[k] = {(state, state): variables for state, variables in wanted.items()}
+            self.flow[k] = [Flow(state, state, variables, ()) for state, variables in wanted.items()]
             return
-        pairs = [(p, t) for p in handed for t in wanted if self.path(p, t) is not None]
-        if len(handed) == 1 or len(wanted) == 1:
-            many, side = (wanted, 1) if len(handed) == 1 else (handed, 0)
-            self.flow[k] = {pair: many[pair[side]] for pair in pairs}
-            for state in many.keys() - {pair[side] for pair in pairs}:
-                for v in many[state]:
+        sources, targets = list(handed), list(wanted)
+        paths = self.paths(sources, targets)
+        if len(sources) == 1 or len(targets) == 1:
+            ends, side = (wanted, 1) if len(sources) == 1 else (handed, 0)
+            sums = list(ends.values())
+            self.flow[k] = [Flow(sources[p[0]], targets[p[1]], sums[p[side]], path) for p, path in paths.items()]
+            for i in set(range(len(sums))) - {p[side] for p in paths}:
+                for v in sums[i]:
                     self.model.forbid(v)
             return
-        made = {pair: (self.model.variable(),) for pair in pairs}
-        self.flow[k] = made
+        made = {pair: self.model.variable() for pair in paths}
+        self.flow[k] = [Flow(sources[i], targets[j], (made[i, j],), path) for (i, j), path in paths.items()]
         for side, ends in ((0, handed), (1, wanted)):
-            into: dict[State, list[tuple[int, float]]] = {state: [] for state in ends}
-            for pair, (v,) in made.items():
+            into: list[list[tuple[int, float]]] = [[(v, -1.0) for v in variables] for variables in ends.values()]
+            for pair, v in made.items():
                 into[pair[side]].append((v, 1.0))
-            for state, variables in ends.items():
-                self.model.row([*into[state], *((v, -1.0) for v in variables)], 0.0, 0.0)
+            for terms in into:
+                self.model.row(terms, 0.0, 0.0)
 
     # --- objective ---------------------------------------------------------------------------------------------------
 
@@ -182,14 +204,16 @@ class Programme:
         return list(dict.fromkeys(o.outputs[result][1] for o in self.problem.options_of(self.problem.units[unit])))
 
     def _conversions(self, shapes: list[int], itemsize: int, count: int, flag: str) -> None:
-        uses: dict[tuple[Layout, Step], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        uses: dict[tuple[int, Layout], dict[int, list[int]]] = {}
+        paths: dict[tuple[int, Layout], tuple[Step, ...]] = {}
         for k in shapes:
-            for (source, target), variables in self.flow[k].items():
-                if source[1] == flag:
-                    for step in self.path(source, target) or ():
-                        uses[source[0], step][k] += variables
-        for (_, step), by_edge in uses.items():
-            seconds = count * step_s(step, itemsize, self.problem.mesh, self.problem.cluster)
+            for here, there, variables, path in self.flow[k]:
+                if path and here[1] == flag:
+                    key = (self._numbers[here], there[0])
+                    paths[key] = path
+                    uses.setdefault(key, {}).setdefault(k, []).extend(variables)
+        for key, by_edge in uses.items():
+            seconds = count * sum(self.step_s(step, itemsize) for step in paths[key])
             if len(by_edge) == 1:
                 for v in next(iter(by_edge.values())):
                     self.model.cost(v, seconds)
@@ -198,6 +222,12 @@ class Programme:
             self.model.cost(y, seconds)
             for variables in by_edge.values():
                 self.model.row([(y, 1.0), *((v, -1.0) for v in variables)], 0.0)
+
+    def step_s(self, step: Step, itemsize: int) -> float:
+        """Seconds of a step; steps are made once a mesh, so they are known by identity."""
+        if (id(step), itemsize) not in self._step_s:
+            self._step_s[id(step), itemsize] = step_s(step, itemsize, self.problem.mesh, self.problem.cluster)
+        return self._step_s[id(step), itemsize]
 
     # --- solutions ---------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,9 @@ from autopar.planner.units import FREE, Problem, problem
 
 NAMES = ("data", "model")
 
+BUCKET_BYTES = 25 * 2**20
+BUCKET_COPIES = 6  # a bucket of up to twice its size: what goes in, what is sent, what arrives
+
 
 def meshes(devices: int, axes: int = 2) -> list[Mesh]:
     """Every mesh of up to two axes; one axis of all devices first."""
@@ -72,7 +75,6 @@ def plan(
     for candidate in candidates:
         restriction = FREE if strategy is None else strategy.restriction(graph, axes, candidate)
         restriction = replace(restriction, stored=MappingProxyType(dict(stored or {})))
-        restriction = replace(restriction, stored=stored or {})
         made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
         left = max(1.0, time_limit - (time.monotonic() - started))
         try:
@@ -115,7 +117,13 @@ def solve(
         "solve_s": solution.seconds, "variables": programme.model.size, "rows": programme.model.rows,
         "programme_s": solution.objective,
     }  # fmt: skip
-    return replace(found.plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
+    spare = int(budget - found.memory.peak)
+    return replace(
+        found.plan,
+        costs=MappingProxyType(costs),
+        certificate=MappingProxyType(certificate),
+        bucket_bytes=min(BUCKET_BYTES, spare // BUCKET_COPIES),
+    )
 
 
 def too_small(made: Problem, least: Memory, budget: float) -> NoPlan:

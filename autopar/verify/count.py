@@ -38,9 +38,9 @@ NAMESPACES = ("_c10d_functional", "c10d", "c10d_functional")
 
 @dataclass
 class Counts:
-    """Tensors and bytes by (kind, mesh axis, phase), and flops by phase."""
+    """Collectives and bytes by (kind, mesh axis, phase), and flops by phase."""
 
-    tensors: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
 
@@ -75,7 +75,7 @@ class _Watch(DispatchMode):
         axis = next((self.axes[g] for g in groups if g in self.axes), "other")
         tensors = [t for t in flat(args[0] if side == "input" else out) if isinstance(t, torch.Tensor)]
         key = kind, axis, self.phase
-        self.counts.tensors[key] += len(tensors)
+        self.counts.calls[key] += 1
         self.counts.bytes[key] += sum(t.numel() * t.element_size() for t in tensors)
 
 

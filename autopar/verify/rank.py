@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import files
 from autopar.graph import Graph
-from autopar.moves import moves
+from autopar.moves import Moved, moves
 from autopar.program import Program
 from autopar.verify.compare import KINDS, Error, compare
 from autopar.verify.count import Counts
@@ -31,15 +31,15 @@ from autopar.verify.target import Target
 class Finding:
     """One rank's part of a row.
 
-    counted    (kind, mesh axis, phase) -> (tensors, bytes) of one step
-    told       the same as the program tells it beforehand
+    counted    (kind, mesh axis, phase) -> (collectives, bytes) of one step
+    told       what the program tells of them beforehand
     flops      of one step, on this rank
     memory     bytes stored on this rank: parameters, gradients, state of AdamW
     """
 
     errors: dict[str, Error]
     counted: dict[tuple[str, str, str], tuple[int, int]]
-    told: dict[tuple[str, str, str], tuple[int, int]]
+    told: dict[tuple[str, str, str], Moved]
     flops: int
     memory: dict[str, int]
 
@@ -126,7 +126,7 @@ def per_step(
     mark = f"{optimizer}/"
     counted = {
         (kind, axis, phase.removeprefix(mark)): (number // steps, counts.bytes[kind, axis, phase] // steps)
-        for (kind, axis, phase), number in counts.tensors.items()
+        for (kind, axis, phase), number in counts.calls.items()
         if phase.startswith(mark)
     }
     return counted, sum(n for phase, n in counts.flops.items() if phase.startswith(mark)) // steps

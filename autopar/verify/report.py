@@ -21,7 +21,8 @@ class Row:
     status    "ok" | "mismatch" | "refused" | "known" (refused, and listed in docs/limits.md) | "failed"
     note      why, where the status is not ok
     errors    kind -> the largest error, over all ranks, optimizers and steps
-    counted   "all_reduce data backward" -> (tensors, bytes), from the running ranks, a step
+    counted   "all_reduce data backward" -> (collectives, bytes), from the running ranks, a step
+    tensors   the same key -> tensors that the plan tells for them; those of one bucket share a collective
     flops     floating-point operations of all ranks / of the single device
     memory    bytes that the fullest rank stores: parameters, gradients, optimizer state
     detail    the traceback of a rank that failed
@@ -32,6 +33,7 @@ class Row:
     note: str = ""
     errors: Mapping[str, Error] = field(default_factory=dict)
     counted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    tensors: Mapping[str, int] = field(default_factory=dict)
     flops: float = 0.0
     memory: Mapping[str, int] = field(default_factory=dict)
     mesh: str = ""

@@ -14,6 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autopar import files
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.errors import UnsupportedError
+from autopar.moves import Moved
 from autopar.plan import Plan
 from autopar.verify import families as kinds
 from autopar.verify.compare import Error
@@ -33,6 +35,7 @@ from autopar.verify.target import Target
 
 OPTIMIZERS = ("sgd", "adamw")
 STEPS = 3
+BUCKETS = (0, 2000, 2**22)  # bytes, for random plans: none, small ones, everything in one
 LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 Progress = Callable[[str], None]
 
@@ -61,15 +64,19 @@ class Harness:
         random: int = 0,
         seed: int = 0,
         progress: Progress = lambda _: None,
+        buckets: bool = True,
     ) -> Report:
-        """Check the families (all that exist on this many ranks by default), then `random` legal plans."""
+        """Check the families (all that exist on this many ranks by default), then `random` legal plans.
+
+        Without `buckets` every tensor has a collective of its own, so that tensors can be counted.
+        """
         started = time.monotonic()
         rows = []
         progress("reference")
         file = str(self.reference.file(target, OPTIMIZERS, STEPS))
         for name, make in self.plans(target, world, families, random, seed):
             progress(name)
-            rows.append(self.row(name, make, target, world, file))
+            rows.append(self.row(name, make if buckets else lambda make=make: apart(make()), target, world, file))
         return Report(str(target), world, rows, time.monotonic() - started)
 
     def plans(
@@ -98,6 +105,11 @@ class Harness:
         return finished(name, plan, findings, single_flops(self.reference, target))
 
 
+def apart(plan: Plan) -> Plan:
+    """The plan with a collective for every tensor."""
+    return replace(plan, bucket_bytes=0)
+
+
 def forced(target: Target, cluster: ClusterSpec, strategy: Any) -> Plan:
     """The best plan of a family."""
     from autopar.planner import plan
@@ -112,7 +124,7 @@ def drawn(target: Target, world: int, seed: int) -> Plan:
     from autopar.planner.search import meshes
 
     made: Plan = random_plan(captured(target), analysed(target), meshes(world), seed)
-    return made
+    return replace(made, bucket_bytes=BUCKETS[seed % len(BUCKETS)])
 
 
 @lru_cache(maxsize=4)
@@ -133,7 +145,8 @@ def finished(name: str, plan: Plan, findings: Sequence[Finding], flops: int) -> 
     memory = {k: max(f.memory[k] for f in findings) for k in first.memory}
     ratio = sum(f.flops for f in findings) / flops if flops else 0.0
     counted = {" ".join(key): value for key, value in sorted(first.counted.items())}
-    return Row(name, status, note, errors, counted, ratio, memory, str(plan.mesh))
+    told = {" ".join(key): moved.tensors for key, moved in first.told.items()}
+    return Row(name, status, note, errors, counted, told, ratio, memory, str(plan.mesh))
 
 
 def miscounted(finding: Finding) -> str:
@@ -144,9 +157,9 @@ def miscounted(finding: Finding) -> str:
     ran = {key: value for key, value in finding.counted.items() if key[1] != "other"}
     wrong = []
     for key in sorted({*ran, *finding.told}):
-        (n, size), (m, told) = ran.get(key, (0, 0)), finding.told.get(key, (0, 0))
-        if n != m or abs(size - told) > 0.01 * told:
-            wrong.append(f"{' '.join(key)}: {n} of {size} bytes ran, {m} of {told} were told")
+        (calls, size), told = ran.get(key, (0, 0)), finding.told.get(key, Moved())
+        if calls != told.calls or abs(size - told.bytes) > 0.01 * told.bytes:
+            wrong.append(f"{' '.join(key)}: {calls} of {size} bytes ran, {told.calls} of {told.bytes} were told")
     return "; ".join(wrong)
 
 

@@ -12,13 +12,13 @@ LAYERS = 2  # of gpt:divisible
 
 
 def rows(harness: Harness, model: str, world: int, *families: str) -> dict[str, Row]:
-    report = harness.verify(TARGETS[model], world, families)
+    report = harness.verify(TARGETS[model], world, families, buckets=False)
     assert report.exit_code == 0, report.text()
     return {row.family: row for row in report.rows}
 
 
 def tensors(row: Row, kind: str, phase: str) -> int:
-    """Tensors that collectives of a kind carried in a phase, over all mesh axes."""
+    """Tensors that collectives of a kind carried in a phase, over all mesh axes: one each, without buckets."""
     return sum(n for key, (n, _) in row.counted.items() if key.startswith(kind) and key.endswith(phase) and "other" not in key)
 
 
@@ -63,3 +63,13 @@ def test_a_megatron_block_costs_two_all_reduces_each_way(harness: Harness) -> No
     assert forward[1] < (2 * LAYERS + 2) * activation and backward[1] < (2 * LAYERS + 2) * activation
     assert tensors(sequence, "reduce_scatter", "forward") >= 2 * LAYERS
     assert tensors(sequence, "all_gather", "forward") >= 2 * LAYERS
+
+
+def test_buckets_carry_the_same_bytes_in_fewer_collectives(harness: Harness) -> None:
+    apart = rows(harness, "mlp-divisible", 2, "ddp")["ddp"]
+    (together,) = harness.verify(TARGETS["mlp-divisible"], 2, ["ddp"]).rows
+    key = "all_reduce data backward"
+    assert together.status == "ok"
+    assert together.tensors[key] == apart.tensors[key] == 6
+    assert together.counted[key][0] < apart.counted[key][0] == 6
+    assert together.counted[key][1] == apart.counted[key][1]

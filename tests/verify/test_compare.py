@@ -21,7 +21,7 @@ def test_an_error_is_relative_to_the_largest_entry_of_the_reference() -> None:
 def test_a_floor_keeps_noise_in_zero_gradients_from_counting() -> None:
     noise, zero = torch.tensor([1e-18], dtype=torch.float64), torch.tensor([0.0]).double()
     assert error(noise, zero, 0.0) == math.inf
-    assert error(noise, zero, 1e-6) == 1e-12
+    assert math.isclose(error(noise, zero, 1e-6), 1e-12)
 
 
 def test_a_nan_on_one_side_a_shape_and_a_missing_tensor_are_infinite_errors() -> None:

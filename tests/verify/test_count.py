@@ -33,12 +33,12 @@ def collect(world: int) -> tuple[dict[tuple[str, str, str], int], dict[tuple[str
         functional.wait_tensor(functional.all_reduce(torch.ones(6), "sum", name))
         functional.wait_tensor(functional.all_gather_tensor(torch.ones(2, 3), 0, name))
         functional.wait_tensor(functional.reduce_scatter_tensor(torch.ones(4 * world), "sum", 0, name))
-    return dict(counts.tensors), dict(counts.bytes)
+    return dict(counts.calls), dict(counts.bytes)
 
 
 def test_collectives_are_counted_by_kind_axis_and_phase_at_the_larger_end() -> None:
     with Pool(2) as pool:
-        tensors, sizes = pool.run(collect, 2)[1]
+        calls, sizes = pool.run(collect, 2)[1]
     keys = [(kind, "data", "forward") for kind in ("all_reduce", "all_gather", "reduce_scatter")]
-    assert tensors == dict.fromkeys(keys, 1)
+    assert calls == dict.fromkeys(keys, 1)
     assert sizes == dict(zip(keys, (6 * 4, 2 * 6 * 4, 8 * 4), strict=True))
