@@ -1,9 +1,9 @@
 """Which factors every tensor dim is made of, found by unifying all rules over the graph.
 
-In: a captured graph.  Out: `Axes`: factors of every dim, every node's rule in those factors, names.  Next: `choices.py`.
+In: a captured graph.  Out: `Axes`: factors of every dim, every node's rule in them, names.  Next: `choices.py`.
 
-Every dim starts as one atom. A rule that gives two dims one letter unifies them; where a dim is a product of letters its
-atoms are split at common divisors, and the split shows wherever that atom occurs. Where sizes do not nest (6 against 4)
+Every dim starts as one atom. A rule that gives two dims one letter unifies them; where a dim is a product of letters,
+its atoms are split at common divisors, and the split shows wherever that atom occurs. Where sizes do not nest (6 and 4)
 nothing is merged and those dims stay whole at that op.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.graph import Graph
-from autopar.rules.core import Dims, Instance, operands, results
+from autopar.rules.core import Dims, Instance, args_of, operands, results
 from autopar.rules.table import lookup
 
 Value = tuple[str, int]  # (node name, index of its result)
@@ -105,7 +105,7 @@ class Axes:
 def source(node: fx.Node) -> Value:
     """The value that a node stands for: itself, or the result that a getitem picks."""
     if is_getitem(node):
-        return node.args[0].name, int(node.args[1])  # type: ignore[union-attr, arg-type]
+        return args_of(node)[0].name, int(args_of(node)[1])
     return node.name, 0
 
 
@@ -203,7 +203,7 @@ def refine(instance: Instance, tensors: list[list[list[Atom]]], mine: dict[str, 
     if flops:
         flops = (flops[0], tuple(x for name in flops[1] for x in (spread(name) or [name])))
         table |= {name: instance.sizes[name] for name in flops[1] if name not in table}
-    kinds = {}
+    kinds: dict[str, str] = {}
     for key, kind in instance.kinds.items():
         name, _, result = key.partition(":")
         kinds |= {x + (f":{result}" if result else ""): kind for x in spread(name)}
@@ -243,7 +243,9 @@ def _refine_view(instance: Instance, sizes: list[list[list[int]]]) -> Instance:
                 table |= dict(zip(side[d], shapes[d], strict=True))
                 whole |= set() if same else set(side[d])
                 count += len(shapes[d])
-    return replace(instance, inputs=(tuple(ins),), outputs=(tuple(outs),), sizes=table, whole=frozenset(whole), groups=())
+    return replace(
+        instance, inputs=(tuple(ins),), outputs=(tuple(outs),), sizes=table, whole=frozenset(whole), groups=()
+    )
 
 
 def _tie_results(graph: Graph, atoms: dict[Value, list[list[Atom]]]) -> None:

@@ -2,8 +2,8 @@
 
 In: a node's rule in factors, a mesh.  Out: its `Choice`s.  Next: `planner/program.py`.
 
-Every mesh axis plays one role at an op: it cuts a letter, or the op runs whole along it, or a pending sum passes through.
-The roles of the axes multiply. What a role means for the layouts of operands and results follows from the letters alone.
+Every mesh axis plays one role at an op: it cuts a letter, or the op runs whole along it, or a pending sum passes
+through. The roles of the axes multiply. What a role means for the layouts follows from the letters alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def choice_of(axes: Axes, node: fx.Node, picked: tuple[str, ...], mesh: Mesh) ->
     outs = tuple(_result(instance, i, picked, mesh) for i in range(len(instance.outputs)))
     if any(starves(layout, mesh) for layout in (*ins, *outs)):
         return None
-    return Choice(picked, ins, outs, inner(instance, node, picked, mesh, ins))
+    return Choice(picked, ins, outs, inner(instance, picked, mesh))
 
 
 def roles(instance: Instance, size: int, node: fx.Node) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _result(instance: Instance, i: int, picked: tuple[str, ...], mesh: Mesh) -> 
     return layout
 
 
-def inner(instance: Instance, node: fx.Node, picked: tuple[str, ...], mesh: Mesh, ins: tuple[Layout, ...]) -> tuple[Step, ...]:
+def inner(instance: Instance, picked: tuple[str, ...], mesh: Mesh) -> tuple[Step, ...]:
     """The collectives of the op's own subgraph: each reduces a tensor like operand 0 without its local letters."""
     cut = [a for a, r in zip(mesh.names, picked, strict=True) if r in instance.local]
     kinds = next(iter(instance.local.values())).reduces if cut else ()

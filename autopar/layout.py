@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 Place = tuple[int, int]  # (dim, index of a factor in it)
 
@@ -204,12 +204,17 @@ def moved(step: Step, before: int, after: int, n: int) -> float:
     """Elements that one device sends in a step, for choosing between sequences (a step itself counts as one)."""
     if step.free:
         return 1e-6
-    return 1 + (n - 1) / n * {
-        "all_reduce": 2 * before,
-        "reduce_scatter": before,
-        "all_gather": after,
-        "all_to_all": before,
-    }[step.kind]
+    return (
+        1
+        + (n - 1)
+        / n
+        * {
+            "all_reduce": 2 * before,
+            "reduce_scatter": before,
+            "all_gather": after,
+            "all_to_all": before,
+        }[step.kind]
+    )
 
 
 class _Space:
@@ -269,12 +274,12 @@ class _Space:
         return tuple(reversed(steps))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _space(factors: tuple[tuple[int, ...], ...], mesh: Mesh) -> _Space:
     return _Space(mesh)
 
 
-@lru_cache(maxsize=None)
+@cache
 def conversion(source: Layout, target: Layout, mesh: Mesh) -> tuple[Step, ...] | None:
     """The sequence of steps from one layout to another that moves the fewest elements; None where there is none.
 

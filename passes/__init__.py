@@ -1,6 +1,6 @@
 """From a graph and a plan to the program that every rank runs.
 
-In: a captured graph, its axes, a plan.  Out: a `Program`, and its `Bound` form for one rank.  Next: one pass, any of them.
+In: a captured graph, its axes, a plan.  Out: a `Program`, and its `Bound` form for one rank.  Next: any pass.
 """
 
 from __future__ import annotations
@@ -26,4 +26,14 @@ def emit(graph: Graph, axes: Axes, plan: Plan) -> Program:
     return split_phases(graph, axes, plan)
 
 
-__all__ = ["PIPELINE", "Bound", "bind", "copy_views", "emit", "expand_local", "insert_conversions", "split_phases", "verify"]
+__all__ = [
+    "PIPELINE",
+    "Bound",
+    "bind",
+    "copy_views",
+    "emit",
+    "expand_local",
+    "insert_conversions",
+    "split_phases",
+    "verify",
+]

@@ -16,7 +16,7 @@ from autopar.passes.markers import SPANS, span_start
 from autopar.passes.sink_waits import sink_waits
 from autopar.program import Program
 from autopar.rules.bind import Site, run_of
-from autopar.rules.core import RULES, operands
+from autopar.rules.core import RULES, args_of, operands
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class _Binder:
         ahead = next((g for g in groups[here + 1 :] if g.early), None) if groups[here].early else None
         for group in (groups[here], ahead):
             if group is not None and group.nodes[0] not in env:
-                xs, steps = [env[n.args[0]] for n in group.nodes], [n.meta["step"] for n in group.nodes]
+                xs = [env[args_of(n)[0]] for n in group.nodes]
+                steps = [n.meta["step"] for n in group.nodes]
                 env.update(zip(group.nodes, lowering.steps(xs, steps), strict=True))
 
     def attributes(self, graph: fx.Graph) -> dict[str, Any]:
@@ -101,7 +102,8 @@ class _Binder:
 
     def call(self, fresh: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        target, kwargs = node.target, dict(kwargs)
+        target: Any = node.target
+        kwargs = dict(kwargs)
         entry = RULES.get(target)
         if entry is not None and entry.bind is not None:
             target, args, kwargs = entry.bind(self.site(node, args))

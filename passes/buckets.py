@@ -21,7 +21,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Bucket:
-    """Nodes of one kind, mesh axis and dtype, in the order of the graph. `early`: at the first of them, else at the last."""
+    """Nodes of one kind, mesh axis and dtype, in graph order; if `early` they run at the first, else at the last."""
 
     nodes: tuple[fx.Node, ...]
     early: bool

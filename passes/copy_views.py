@@ -51,14 +51,12 @@ def copy_views(graph: Graph) -> Graph:
     for node in graph.fx.nodes:
         backward = node.meta.get("phase") == "backward"
         env[node] = fresh.node_copy(node, copied if backward else env.__getitem__)
-        if node.op == "placeholder" and node.meta.get("phase") != "backward":
-            cheap.add(node)
-        elif node.target in CHEAP and not backward and all(o in cheap for o in operands(node)):
+        if (node.op == "placeholder" and node.meta.get("phase") != "backward") or (
+            node.target in CHEAP and not backward and all(o in cheap for o in operands(node))
+        ):
             cheap.add(node)
     fresh.eliminate_dead_code()
     fresh.lint()
     named = {old.name: new.name for old, new in env.items()}  # a copy may have taken a later node's name
     outputs = tuple(replace(o, node=None if o.node is None else named[o.node]) for o in graph.outputs)
     return replace(graph, fx=fresh, outputs=outputs)
-
-

@@ -44,15 +44,16 @@ def expand_local(graph: Graph, axes: Axes, plan: Plan) -> Graph:
             env[node] = fresh.node_copy(node, env.__getitem__)
     fresh.eliminate_dead_code()
     outputs = next(n for n in fresh.nodes if n.op == "output").args[0]
-    named = tuple(
-        replace(o, node=None if n is None else n.name) for o, n in zip(graph.outputs, outputs, strict=True)
-    )
+    named = tuple(replace(o, node=None if n is None else n.name) for o, n in zip(graph.outputs, outputs, strict=True))
     return replace(graph, fx=fresh, outputs=named)
 
 
 def local_of(instance: Instance, choice: Choice) -> Any:
     """The local function that a choice needs, if any."""
     return next((instance.local[role] for role in choice.roles if role in instance.local), None)
+
+
+LABELS = ("phase", "module", "source", "origin")
 
 
 class Emitter:
@@ -63,6 +64,7 @@ class Emitter:
     ) -> None:
         self.fresh, self.env, self.node, self.choice = fresh, env, node, choice
         self.mesh = plan.mesh
+        self.args: tuple[Any, ...] = node.args
         self.axes = [a for a, r in zip(plan.mesh.names, choice.roles, strict=True) if r in instance.local]
         self.steps = list(choice.inner)
 
@@ -81,7 +83,7 @@ class Emitter:
 
     def optional(self, *positions: int) -> list[fx.Node | None]:
         """Arguments that may be None, by position."""
-        return [None if self.node.args[p] is None else self.env[self.node.args[p]] for p in positions]
+        return [None if self.args[p] is None else self.env[self.args[p]] for p in positions]
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """One op on local pieces; its `val` has global sizes, its layout follows from the op's own rule."""
@@ -98,10 +100,10 @@ class Emitter:
 
         args, kwargs = fx.node.map_arg((new.args, new.kwargs), whole)
         with operands(self.node)[0].meta["val"].fake_mode:
-            return new.target(*args, **kwargs)  # type: ignore[operator, misc]
+            return new.target(*args, **kwargs)  # type: ignore[operator]
 
     def describe(self, new: fx.Node, val: Any) -> None:
-        kept = {k: self.node.meta[k] for k in ("phase", "module", "source", "origin") if k in self.node.meta}
+        kept: dict[str, Any] = {k: self.node.meta[k] for k in LABELS if k in self.node.meta}
         new.meta = {**kept, "val": val}
 
     def _layouts(self, new: fx.Node) -> tuple[Layout, ...]:

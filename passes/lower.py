@@ -90,7 +90,8 @@ class Lowering:
     def pad(self, x: fx.Node, sizes: list[int], at: int, size: int) -> fx.Node:
         """Zeros at the end of dim `at` up to `size`."""
         missing = size - sizes[at]
-        return x if not missing else self.call(aten.constant_pad_nd.default, x, [0, 0] * (len(sizes) - 1 - at) + [0, missing])
+        amounts = [0, 0] * (len(sizes) - 1 - at) + [0, missing]
+        return self.call(aten.constant_pad_nd.default, x, amounts) if missing else x
 
     def run(self, x: fx.Node, sizes: list[int], at: int, start: int, end: int) -> fx.Node:
         """A run of dim `at`, contiguous as every op's result is: some kernels take that for granted."""

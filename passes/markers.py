@@ -1,6 +1,6 @@
 """Placeholders for what depends on the rank: collectives on a mesh axis, and this device's piece of a dim.
 
-In: nothing.  Out: functions that stand as targets in a program's graphs until `bind` replaces them.  Next: `convert.py`.
+In: nothing.  Out: functions that stand as targets in a program's graphs until `bind` replaces them.  Next: `lower.py`.
 
 A collective's node carries `meta["step"]` (`layout.Step`); a span's carries `meta["span"]` (layout, dim).
 """

@@ -32,7 +32,9 @@ def eager(model: torch.nn.Module, scale: float = 0.7) -> dict[str, torch.Tensor]
     return {"loss": loss.detach()} | {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=(Phase.generate,))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, phases=(Phase.generate,)
+)
 @given(plan=moves(), classify=st.booleans(), tied=st.booleans(), seed=st.integers(0, 1000))
 def test_a_generated_model_equals_eager_torch_under_a_random_plan(
     plan: list[Move], classify: bool, tied: bool, seed: int

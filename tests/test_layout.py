@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
 
 from autopar.choices import starves
 from autopar.graph import Graph, Input, Output
@@ -16,7 +17,6 @@ from autopar.passes.markers import COLLECTIVES
 from autopar.plan import Plan
 from autopar.program import Program
 from tests.harness.simulate import run
-from torch import fx
 
 MESHES = (Mesh(("data",), (3,)), Mesh(("data", "model"), (2, 3)), Mesh(("a", "b", "c"), (2, 2, 2)))
 FACTORS = ((7,), (3, 4, 5), ())

@@ -18,7 +18,7 @@ aten = ops.aten
 
 @dataclass(frozen=True)
 class Site:
-    """One node on one device: `operands` and `results` are layouts, `call` the op, `args` and `kwargs` what it is given."""
+    """One node on one device: what it is given (`args`), and the layouts of its operands and results."""
 
     node: fx.Node
     args: tuple[Any, ...]

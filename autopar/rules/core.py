@@ -1,13 +1,13 @@
 """What a rule is: one line that tells how an op's operands and results share letters.
 
-In: the text of a rule and a node.  Out: an `Instance`, the rule with this node's sizes.  Next: `matmul.py`, then `axes.py`.
+In: the text of a rule and a node.  Out: an `Instance`, the rule with this node's sizes.  Next: `matmul.py`.
 
     rule(aten.mm.default, "m k, k n -> m n", flops="2 m k n", linear="each")
 
-Left of the arrow one entry per tensor argument of the op (of its schema, in order; one that is None at a node drops out),
-right of it one per result. Entries are letters, one per dim; `...` stands for any number of leading dims, aligned from the
-right as in broadcasting; `1` for a dim of size 1 and `(a b)` for a dim that is a product. A dim of size 1 never carries a
-letter. A letter that is missing on the right was summed over, so cutting it leaves a pending sum.
+Left of the arrow one entry per tensor argument of the op (of its schema, in order; one that is None at a node drops
+out), right of it one per result. Entries are letters, one per dim; `...` stands for any number of leading dims, aligned
+from the right as in broadcasting; `1` for a dim of size 1 and `(a b)` for a dim that is a product. A dim of size 1 has
+no letter. A letter that is missing on the right was summed over, so cutting it leaves a pending sum.
 
 Keywords
     whole   letters that must not be cut
@@ -78,7 +78,9 @@ class Rule:
 RULES: dict[Any, Rule] = {}
 
 
-def rule(op: Any, spec: str, *, shape: int | None = None, bind: Callable[..., Any] | None = None, **keywords: Any) -> None:
+def rule(
+    op: Any, spec: str, *, shape: int | None = None, bind: Callable[..., Any] | None = None, **keywords: Any
+) -> None:
     """Register the rule of `op` (an overload or a list of them); see the module docstring."""
     for one in op if isinstance(op, (list, tuple)) else (op,):
         RULES[one] = Rule(lambda node: instantiate(node, spec, **keywords), spec, shape, bind)
@@ -100,15 +102,20 @@ def computed(
 # --- tensors of a node ------------------------------------------------------------------------------------------------
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments, of which a rule knows the types."""
+    return node.args
+
+
 def slots(node: fx.Node) -> list[Any]:
     """What stands in every tensor argument of the op's schema: a node, a list of nodes, a number, or None."""
-    schema = node.target._schema
+    schema = node.target._schema  # type: ignore[union-attr]
     out = []
     for position, argument in enumerate(schema.arguments):
         if "Tensor" not in str(argument.type):
             continue
-        if position < len(node.args) and not argument.kwarg_only:
-            out.append(node.args[position])
+        if position < len(args_of(node)) and not argument.kwarg_only:
+            out.append(args_of(node)[position])
         else:
             out.append(node.kwargs.get(argument.name))
     return out

@@ -17,7 +17,7 @@ import torch
 from torch import fx, ops
 
 if TYPE_CHECKING:
-    from autopar.passes.expand_local import Emitter  # noqa: F401
+    from autopar.passes.expand_local import Emitter
 
 aten = ops.aten
 
@@ -54,7 +54,7 @@ def narrow(at: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 @reducing("max", "sum")
 def softmax(at: Emitter) -> list[fx.Node | None]:
     """Softmax or its logarithm over a cut dim: the largest value and the sum of exponentials are reduced."""
-    dim = at.node.args[1]
+    dim = at.args[1]
     x = wide(at, at.operand(0))
     top = at.all_reduce(at.call(aten.amax.default, x, [dim], True), "max")
     z = at.call(aten.sub.Tensor, x, top)
@@ -70,7 +70,7 @@ def softmax(at: Emitter) -> list[fx.Node | None]:
 @reducing("sum")
 def softmax_backward(at: Emitter) -> list[fx.Node | None]:
     """grad - softmax * sum(grad), or softmax * (grad - sum(grad * softmax)), with the sum reduced."""
-    dim = at.node.args[2]
+    dim = at.args[2]
     grad, out = wide(at, at.operand(0)), wide(at, at.operand(1))
     if at.node.target is aten._softmax_backward_data.default:
         product = at.call(aten.mul.Tensor, grad, out)
@@ -86,7 +86,7 @@ def softmax_backward(at: Emitter) -> list[fx.Node | None]:
 def layer_norm(at: Emitter) -> list[fx.Node | None]:
     """Layer norm over a cut dim: mean, then the mean of squared differences, each reduced."""
     x, (weight, bias) = wide(at, at.operand(0)), at.optional(2, 3)
-    normalized, eps = at.node.args[1], at.node.args[4]
+    normalized, eps = at.args[1], at.args[4]
     dims = list(range(-len(normalized), 0))
     count = math.prod(normalized)
     mean = at.call(aten.div.Scalar, at.all_reduce(at.call(aten.sum.dim_IntList, x, dims, True), "sum"), count)
@@ -107,7 +107,7 @@ def layer_norm_backward(at: Emitter) -> list[fx.Node | None]:
     """The three gradients of a layer norm over a cut dim; two means are reduced."""
     dy, x, mean, rstd = (wide(at, at.operand(i)) for i in range(4))
     (weight,) = at.optional(5)
-    normalized, mask = at.node.args[2], at.node.args[7]
+    normalized, mask = at.args[2], at.args[7]
     dims, rows = list(range(-len(normalized), 0)), list(range(x.meta["val"].dim() - len(normalized)))
     count = math.prod(normalized)
     unit = at.call(aten.mul.Tensor, at.call(aten.sub.Tensor, x, mean), rstd)
@@ -138,9 +138,7 @@ def shifted(at: Emitter, index: fx.Node, table: int | None, dim: int) -> tuple[f
     """
     start, length = at.span(table, dim)
     row = at.call(aten.sub.Scalar, index, start)
-    inside = at.call(
-        aten.logical_and.default, at.call(aten.ge.Scalar, row, 0), at.call(aten.lt.Scalar, row, length)
-    )
+    inside = at.call(aten.logical_and.default, at.call(aten.ge.Scalar, row, 0), at.call(aten.lt.Scalar, row, length))
     return masked(at, row, inside), inside
 
 
@@ -162,7 +160,7 @@ def embedding(at: Emitter) -> list[fx.Node | None]:
 def embedding_backward(at: Emitter) -> list[fx.Node | None]:
     """Each device adds the gradients of the rows it holds."""
     grad, index = at.operand(0), at.operand(1)
-    padding = at.node.args[3]
+    padding = at.args[3]
     safe, inside = shifted(at, index, None, 0)
     if padding >= 0:
         inside = at.call(aten.logical_and.default, inside, at.call(aten.ne.Scalar, index, padding))
@@ -175,7 +173,7 @@ def embedding_backward(at: Emitter) -> list[fx.Node | None]:
 def nll(at: Emitter) -> list[fx.Node | None]:
     """The negative log-likelihood over cut classes: the device that holds a target's class contributes its term."""
     logp, target = at.operand(0), at.operand(1)
-    reduction, ignore = at.node.args[3], at.node.args[4]
+    reduction, ignore = at.args[3], at.args[4]
     valid = at.call(aten.ne.Scalar, target, ignore)
     safe, inside = shifted(at, target, 0, logp.meta["val"].dim() - 1)
     inside = at.call(aten.logical_and.default, inside, valid)
@@ -191,7 +189,7 @@ def nll(at: Emitter) -> list[fx.Node | None]:
 def nll_backward(at: Emitter) -> list[fx.Node | None]:
     """-gradient at the target's class on the device that holds it, zero elsewhere."""
     grad, logp, target = at.operand(0), at.operand(1), at.operand(2)
-    reduction, ignore = at.node.args[4], at.node.args[5]
+    reduction, ignore = at.args[4], at.args[5]
     safe, inside = shifted(at, target, 1, logp.meta["val"].dim() - 1)
     inside = at.call(aten.logical_and.default, inside, at.call(aten.ne.Scalar, target, ignore))
     column = at.call(aten._to_copy.default, at.call(aten.unsqueeze.default, inside, -1), dtype=logp.meta["val"].dtype)
@@ -199,4 +197,3 @@ def nll_backward(at: Emitter) -> list[fx.Node | None]:
     value = at.call(aten.mul.Tensor, column, at.call(aten.neg.default, spread))
     zeros = at.call(aten.zeros_like.default, logp)
     return [at.call(aten.scatter.src, zeros, -1, at.call(aten.unsqueeze.default, safe, -1), value)]
-

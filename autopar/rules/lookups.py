@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx, ops
 
 from autopar.rules import local
-from autopar.rules.core import Instance, computed, instantiate, operands, rule
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
 
 aten = ops.aten
 
@@ -48,7 +48,7 @@ def scatter(node: fx.Node) -> Instance:
 
 def _picked(node: fx.Node, form: int) -> Instance:
     tensors = [t.meta["val"] for t in operands(node)]
-    rank, dim = tensors[0].dim(), node.args[1] % max(tensors[0].dim(), 1)  # type: ignore[operator]
+    rank, dim = tensors[0].dim(), args_of(node)[1] % max(tensors[0].dim(), 1)
     agree = [tensors[0].shape[d] == tensors[1].shape[d] and d != dim for d in range(rank)]
     table = " ".join(f"d{d}" if agree[d] else f"k{d}" for d in range(rank))
     index = " ".join(f"d{d}" if agree[d] else f"q{d}" for d in range(rank))
@@ -64,7 +64,7 @@ def _picked(node: fx.Node, form: int) -> Instance:
 def index(node: fx.Node) -> Instance:
     """Index tensors broadcast together; indexed dims stay whole, dims behind leading indices pass through."""
     table = operands(node)[0].meta["val"]
-    given = list(node.args[1])  # type: ignore[arg-type]
+    given = list(args_of(node)[1])
     where = [i for i, x in enumerate(given) if x is not None]
     result = node.meta["val"]
     picks = [given[i].meta["val"] for i in where]
@@ -86,7 +86,7 @@ def index(node: fx.Node) -> Instance:
 @computed([aten.index_put.default], "v ..., q, q ... -> v ...")
 def index_put(node: fx.Node) -> Instance:
     table, values = operands(node)[0].meta["val"], operands(node)[-1].meta["val"]
-    given = list(node.args[1])  # type: ignore[arg-type]
+    given = list(args_of(node)[1])
     where = [i for i, x in enumerate(given) if x is not None]
     picks = [given[i].meta["val"] for i in where]
     wide = max(p.dim() for p in picks)
@@ -98,7 +98,7 @@ def index_put(node: fx.Node) -> Instance:
     whole = [f"v{d}" for d in where] + spread + ([] if leading else value + source)
     ins = [" ".join(spread[wide - p.dim() :]) for p in picks]
     entries = [" ".join(source), *ins, " ".join(value)]
-    accumulate = len(node.args) > 3 and bool(node.args[3])
+    accumulate = len(args_of(node)) > 3 and bool(args_of(node)[3])
     passing = frozenset([0, len(entries) - 1]) if accumulate else None
     return _listed(node, entries, " ".join(source), " ".join(whole), passing)
 
@@ -107,7 +107,9 @@ def _listed(node: fx.Node, entries: list[str], result: str, whole: str, passing:
     """An instance for an op with a list argument: one entry per operand rather than per schema slot."""
     sizes: dict[str, int] = {}
     dims = []
-    for text, tensor in zip([*entries, result], [*(o.meta["val"] for o in operands(node)), node.meta["val"]], strict=True):
+    for text, tensor in zip(
+        [*entries, result], [*(o.meta["val"] for o in operands(node)), node.meta["val"]], strict=True
+    ):
         letters = text.split()
         for letter, size in zip(letters, tensor.shape, strict=True):
             if size != 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx, ops
 
-from autopar.rules.core import Instance, computed, instantiate, rule, slots
+from autopar.rules.core import Instance, args_of, computed, instantiate, rule, slots
 
 aten = ops.aten
 
@@ -21,15 +21,17 @@ rule(aten.neg.default, "... -> ...", linear="each")
 rule(aten.where.self, "..., ..., ... -> ...", linear="1+2")
 rule(aten.zeros_like.default, "... -> ...")
 # the backward of these is linear in the gradient that comes in, operand 0
-rule([aten.gelu_backward.default, aten.silu_backward.default, aten.sigmoid_backward.default], "..., ... -> ...", linear="0")
-rule([aten.tanh_backward.default, aten.threshold_backward.default], "..., ... -> ...", linear="0")
+rule([aten.gelu_backward.default, aten.silu_backward.default], "..., ... -> ...", linear="0")
+rule([aten.sigmoid_backward.default, aten.tanh_backward.default], "..., ... -> ...", linear="0")
+rule(aten.threshold_backward.default, "..., ... -> ...", linear="0")
 
 
 @computed(aten._to_copy.default, "... -> ...")
 def cast(node: fx.Node) -> Instance:
     """A cast passes a pending sum on only between floating-point types that lose nothing."""
-    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
-    keeps = source.is_floating_point and result.is_floating_point and torch.finfo(result).bits >= torch.finfo(source).bits
+    source, result = args_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    floats = source.is_floating_point and result.is_floating_point
+    keeps = floats and torch.finfo(result).bits >= torch.finfo(source).bits
     return instantiate(node, "... -> ...", linear="each" if keeps else None)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, ops
 
 from autopar.rules import local
-from autopar.rules.core import Instance, computed, instantiate, operands, rule
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
 
 aten = ops.aten
 
@@ -30,7 +30,7 @@ def along(node: fx.Node, dims: Any, keepdim: bool) -> str:
 
 def argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
     """An argument by position or keyword."""
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return args_of(node)[position] if position < len(args_of(node)) else node.kwargs.get(name, default)
 
 
 @computed([aten.sum.default, aten.sum.dim_IntList], "a b -> a")
@@ -57,18 +57,18 @@ def over_dim(node: fx.Node, dim: int, tensors: int) -> tuple[str, str]:
 
 @computed([aten._softmax.default, aten._log_softmax.default], "... k -> ... k")
 def softmax(node: fx.Node) -> Instance:
-    return instantiate(node, over_dim(node, node.args[1], 1)[0], local={"k": local.softmax})  # type: ignore[arg-type]
+    return instantiate(node, over_dim(node, args_of(node)[1], 1)[0], local={"k": local.softmax})
 
 
 @computed([aten._softmax_backward_data.default, aten._log_softmax_backward_data.default], "... k, ... k -> ... k")
 def softmax_backward(node: fx.Node) -> Instance:
-    text = over_dim(node, node.args[2], 2)[0]  # type: ignore[arg-type]
+    text = over_dim(node, args_of(node)[2], 2)[0]
     return instantiate(node, text, linear="0", local={"k": local.softmax_backward})
 
 
 @computed([aten.cumsum.default], "... k -> ... k")
 def cumsum(node: fx.Node) -> Instance:
-    return instantiate(node, over_dim(node, node.args[1], 1)[0], whole="k", linear="each")  # type: ignore[arg-type]
+    return instantiate(node, over_dim(node, args_of(node)[1], 1)[0], whole="k", linear="each")
 
 
 def norm_letters(node: fx.Node, normalized: int, rank: int) -> tuple[str, str, str]:
@@ -80,7 +80,7 @@ def norm_letters(node: fx.Node, normalized: int, rank: int) -> tuple[str, str, s
 
 @computed(aten.native_layer_norm.default, "r c, c, c -> r c, r 1, r 1")
 def layer_norm(node: fx.Node) -> Instance:
-    rank, normalized = node.args[0].meta["val"].dim(), len(node.args[1])  # type: ignore[union-attr, arg-type]
+    rank, normalized = args_of(node)[0].meta["val"].dim(), len(args_of(node)[1])
     x, w, stats = norm_letters(node, normalized, rank)
     settled = {f"{c}:{result}": "same" for c in w.split() for result in (1, 2)}
     text = f"{x}, {w}, {w} -> {x}, {stats}, {stats}"
@@ -89,17 +89,13 @@ def layer_norm(node: fx.Node) -> Instance:
 
 @computed(aten.native_layer_norm_backward.default, "r c, r c, r 1, r 1, c, c -> r c, c, c")
 def layer_norm_backward(node: fx.Node) -> Instance:
-    rank, normalized = node.args[1].meta["val"].dim(), len(node.args[2])  # type: ignore[union-attr, arg-type]
+    rank, normalized = args_of(node)[1].meta["val"].dim(), len(args_of(node)[2])
     x, w, stats = norm_letters(node, normalized, rank)
-    return instantiate(
-        node,
-        f"{x}, {x}, {stats}, {stats}, {w}, {w} -> {x}, {w}, {w}",
-        linear="0",
-        # without the input's gradient nothing has to be reduced
-        local=dict.fromkeys(
-            w.split(), local.layer_norm_backward if node.args[7][0] else replace(local.layer_norm_backward, reduces=())
-        ),
-    )
+    emit = local.layer_norm_backward
+    if not args_of(node)[7][0]:  # without the input's gradient nothing has to be reduced
+        emit = replace(emit, reduces=())
+    text = f"{x}, {x}, {stats}, {stats}, {w}, {w} -> {x}, {w}, {w}"
+    return instantiate(node, text, linear="0", local=dict.fromkeys(w.split(), emit))
 
 
 rule([aten.any.default, aten.all.default], "... -> ", whole=".0 .1 .2 .3 .4")

@@ -9,7 +9,7 @@ from torch import fx, ops
 import autopar.attention
 import autopar.random  # noqa: F401  (they define the ops)
 from autopar.rules import bind, local
-from autopar.rules.core import Instance, computed, instantiate, operands, rule
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
 
 aten = ops.aten
 
@@ -24,17 +24,18 @@ def _rows(node: fx.Node, operand: int) -> str:
 @computed(aten.nll_loss_forward.default, "n v, n, v -> n, 1")
 def nll(node: fx.Node) -> Instance:
     """Summed or by row; a mean is not a sum of parts and stays whole."""
-    n, reduction = _rows(node, 0), node.args[3]
-    weighted = node.args[2] is not None
+    n, reduction = _rows(node, 0), args_of(node)[3]
+    weighted = args_of(node)[2] is not None
     text = f"{n} v, {n}, v -> {n if reduction == 0 else ''}, "
     whole = "n v" if reduction == MEAN else "v" if weighted else ""
-    return instantiate(node, text, whole=whole, positional="v", local={"v": local.nll}, kinds={"v:1": "same"} | ({"n:1": "same"} if reduction == 0 else {}))
+    kinds = {"v:1": "same"} | ({"n:1": "same"} if reduction == 0 else {})
+    return instantiate(node, text, whole=whole, positional="v", local={"v": local.nll}, kinds=kinds)
 
 
 @computed(aten.nll_loss_backward.default, "n, n v, n, v, 1 -> n v")
 def nll_backward(node: fx.Node) -> Instance:
-    n, reduction = _rows(node, 1), node.args[4]
-    weighted = node.args[3] is not None
+    n, reduction = _rows(node, 1), args_of(node)[4]
+    weighted = args_of(node)[3] is not None
     text = f"{n if reduction == 0 else ''}, {n} v, {n}, v,  -> {n} v"
     whole = "n v" if reduction == MEAN else "v" if weighted else ""
     return instantiate(node, text, whole=whole, linear="0", positional="v", local={"v": local.nll_backward})
@@ -53,24 +54,24 @@ NAMES = {"g": "heads", "r": "group", "q": "sequence", "e": "head", "f": "head"}
 
 def _mask(node: fx.Node, position: int) -> str:
     """Letters of the mask, aligned from the right."""
-    mask = node.args[position]
-    rank = 4 if mask is None else mask.meta["val"].dim()  # type: ignore[union-attr]
+    mask = args_of(node)[position]
+    rank = 4 if mask is None else mask.meta["val"].dim()
     return " ".join(["b", "(g r)", "q", "k"][4 - rank :])
 
 
 def _groups(node: fx.Node, q: int, k: int) -> dict[str, int]:
     """Key heads and query heads per key head."""
-    heads, groups = node.args[q].meta["val"].shape[1], node.args[k].meta["val"].shape[1]  # type: ignore[union-attr]
+    heads, groups = args_of(node)[q].meta["val"].shape[1], args_of(node)[k].meta["val"].shape[1]
     return {"g": groups, "r": heads // groups}
 
 
-@computed(torch.ops.autopar.attention.default, "b (g r) q e, b g k e, b g k f, ... -> b (g r) q f, b (g r) q", bind=bind.attention)
+@computed(
+    torch.ops.autopar.attention.default, "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q", bind=bind.attention
+)
 def attention(node: fx.Node) -> Instance:
     text = f"b (g r) q e, b g k e, b g k f, {_mask(node, 3)}, n -> b (g r) q f, b (g r) q"
     sizes = _groups(node, 0, 1)
-    return instantiate(
-        node, text, whole="k e f n", flops="4 b g r q k e", sizes=sizes, positional="q", names=NAMES
-    )
+    return instantiate(node, text, whole="k e f n", flops="4 b g r q k e", sizes=sizes, positional="q", names=NAMES)
 
 
 @computed(torch.ops.autopar.attention_backward.default, "... -> b (g r) q e, b g k e, b g k f", bind=bind.attention)
@@ -78,6 +79,4 @@ def attention_backward(node: fx.Node) -> Instance:
     reads = f"b (g r) q f, b (g r) q e, b g k e, b g k f, b (g r) q f, b (g r) q, {_mask(node, 6)}, n"
     text = f"{reads} -> b (g r) q e, b g k e, b g k f"
     sizes = _groups(node, 1, 2)
-    return instantiate(
-        node, text, whole="k e f n", flops="10 b g r q k e", sizes=sizes, positional="q", names=NAMES
-    )
+    return instantiate(node, text, whole="k e f n", flops="10 b g r q k e", sizes=sizes, positional="q", names=NAMES)

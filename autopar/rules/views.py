@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, ops
 
 from autopar.rules import bind
-from autopar.rules.core import Instance, computed, instantiate, operands, rule
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
 from autopar.rules.reductions import argument
 
 aten = ops.aten
@@ -45,7 +45,7 @@ def regroup(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[tupl
 
 @computed([aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim], "(a b) -> a b", bind=bind.view)
 def view(node: fx.Node) -> Instance:
-    before, after = shape_of(node.args[0]), shape_of(node)
+    before, after = shape_of(args_of(node)[0]), shape_of(node)
     blank: tuple[tuple[str, ...], ...] = ()
     if 0 in before:
         return whole_view(before, after)
@@ -69,12 +69,12 @@ def whole_view(before: tuple[int, ...], after: tuple[int, ...]) -> Instance:
 @computed([aten.permute.default], "a b -> b a")
 def permute(node: fx.Node) -> Instance:
     letters = [f"d{i}" for i in range(len(shape_of(node)))]
-    return instantiate(node, row(letters, [letters[d] for d in node.args[1]]), linear="each")  # type: ignore[union-attr]
+    return instantiate(node, row(letters, [letters[d] for d in args_of(node)[1]]), linear="each")
 
 
 @computed([aten.expand.default], "1 a -> b a", shape=1)
 def expand(node: fx.Node) -> Instance:
-    source, result = shape_of(node.args[0]), shape_of(node)
+    source, result = shape_of(args_of(node)[0]), shape_of(node)
     letters = [f"d{i}" for i in range(len(result))]
     return instantiate(node, row(letters[len(result) - len(source) :], letters), linear="each")
 
@@ -94,7 +94,7 @@ def aligned(size: int, start: int, length: int) -> bool:
 def slices(node: fx.Node) -> Instance:
     """A slice of one of several equal parts selects from an outer factor; any other keeps its dim whole."""
     letters, at = along(node, argument(node, 1, "dim", 0))
-    size, length = shape_of(node.args[0])[at], shape_of(node)[at]
+    size, length = shape_of(args_of(node)[0])[at], shape_of(node)[at]
     start = argument(node, 2, "start", None) or 0
     step = argument(node, 4, "step", 1)
     if length == size and step == 1:
@@ -103,29 +103,31 @@ def slices(node: fx.Node) -> Instance:
     if step == 1 and aligned(size, start % size if start < size else start, length):
         source[at] = "(c p)"
         result[at] = "p"
-        return instantiate(node, row(source, result), sizes={"c": size // length, "p": length}, whole="c", linear="each")
+        sizes = {"c": size // length, "p": length}
+        return instantiate(node, row(source, result), sizes=sizes, whole="c", linear="each")
     source[at], result[at] = "u", "v"
     return instantiate(node, row(source, result), whole="u v", linear="each")
 
 
 @computed(aten.slice_backward.default, "a -> (c a)", shape=1, bind=bind.slice_backward)
 def slice_backward(node: fx.Node) -> Instance:
-    letters, at = along(node, node.args[2])  # type: ignore[arg-type]
-    length, size = shape_of(node.args[0])[at], shape_of(node)[at]
-    start, step = node.args[3] or 0, node.args[5]
+    letters, at = along(node, args_of(node)[2])
+    length, size = shape_of(args_of(node)[0])[at], shape_of(node)[at]
+    start, step = args_of(node)[3] or 0, args_of(node)[5]
     if length == size and step == 1:
         return instantiate(node, row(letters, letters), linear="each")
     source, result = list(letters), list(letters)
-    if step == 1 and aligned(size, start % size if start < size else start, length):  # type: ignore[operator, arg-type]
+    if step == 1 and aligned(size, start % size if start < size else start, length):
         source[at], result[at] = "p", "(c p)"
-        return instantiate(node, row(source, result), sizes={"c": size // length, "p": length}, whole="c", linear="each")
+        sizes = {"c": size // length, "p": length}
+        return instantiate(node, row(source, result), sizes=sizes, whole="c", linear="each")
     source[at], result[at] = "u", "v"
     return instantiate(node, row(source, result), whole="u v", linear="each")
 
 
 @computed([aten.select.int], "a b -> b")
 def select(node: fx.Node) -> Instance:
-    letters, at = along(node, node.args[1])  # type: ignore[arg-type]
+    letters, at = along(node, args_of(node)[1])
     kept = letters[:at] + letters[at + 1 :]
     return instantiate(node, row(letters, kept), whole=letters[at], linear="each")
 
@@ -133,7 +135,7 @@ def select(node: fx.Node) -> Instance:
 @computed([aten.select_backward.default], "b -> a b", shape=1)
 def select_backward(node: fx.Node) -> Instance:
     result = [f"d{i}" for i in range(len(shape_of(node)))]
-    at = node.args[2] % len(result)  # type: ignore[operator]
+    at = args_of(node)[2] % len(result)
     return instantiate(node, row(result[:at] + result[at + 1 :], result), whole=result[at], linear="each")
 
 
@@ -169,26 +171,26 @@ def cat(node: fx.Node) -> Instance:
 
 @computed([aten.constant_pad_nd.default], "a b -> a c")
 def pad(node: fx.Node) -> Instance:
-    before, after = shape_of(node.args[0]), shape_of(node)
+    before, after = shape_of(args_of(node)[0]), shape_of(node)
     same = [x == y for x, y in zip(before, after, strict=True)]
     source = [f"d{i}" if s else f"u{i}" for i, s in enumerate(same)]
     result = [f"d{i}" if s else f"v{i}" for i, s in enumerate(same)]
     whole = " ".join(x for x in (*source, *result) if not x.startswith("d"))
-    zero = (node.args[2] if len(node.args) > 2 else 0) == 0
+    zero = (args_of(node)[2] if len(args_of(node)) > 2 else 0) == 0
     return instantiate(node, row(source, result), whole=whole, linear="each" if zero else None)
 
 
 @computed([aten.flip.default], "a k -> a k")
 def flip(node: fx.Node) -> Instance:
     letters = [f"d{i}" for i in range(len(shape_of(node)))]
-    whole = " ".join(letters[d % len(letters)] for d in node.args[1])  # type: ignore[union-attr]
+    whole = " ".join(letters[d % len(letters)] for d in args_of(node)[1])
     return instantiate(node, row(letters, letters), whole=whole, linear="each")
 
 
 @computed([aten.triu.default, aten.tril.default, aten.diagonal.default], "b u v -> b u v")
 def triangle(node: fx.Node) -> Instance:
     if node.target is aten.diagonal.default:
-        before, after = shape_of(node.args[0]), shape_of(node)
+        before, after = shape_of(args_of(node)[0]), shape_of(node)
         return whole_view(before, after)
     letters = [f"d{i}" for i in range(len(shape_of(node)))]
     return instantiate(node, row(letters, letters), whole=" ".join(letters[-2:]), linear="each")

@@ -27,7 +27,20 @@ class Move:
 
 
 NAMES = (
-    *("linear", "linear", "linear", "norm", "gelu", "tanh", "silu", "relu", "dropout", "residual", "residual", "product"),
+    *(
+        "linear",
+        "linear",
+        "linear",
+        "norm",
+        "gelu",
+        "tanh",
+        "silu",
+        "relu",
+        "dropout",
+        "residual",
+        "residual",
+        "product",
+    ),
     *("softmax", "scores", "gate", "join", "halves", "heads", "scale", "centre", "flip", "recent", "stack"),
 )
 
@@ -118,7 +131,8 @@ class Generated(nn.Module):
             case "scale":
                 return x * self.weights[f"at{i}"].weight[0]
             case "centre":
-                return x - 0.5 * x.mean(1, keepdim=True)  # not all of it: a bias before it would get a gradient of pure rounding
+                # not the whole mean: a bias before it would get a gradient of pure rounding
+                return x - 0.5 * x.mean(1, keepdim=True)
             case "flip":
                 return x.transpose(0, 1).contiguous().transpose(0, 1).flip(1)
             case "recent":

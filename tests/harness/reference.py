@@ -11,7 +11,9 @@ from torch import Tensor, fx, nn
 from autopar.graph import Graph
 
 
-def values_of(graph: Graph, model: nn.Module, tensors: Sequence[Tensor], seed: int = 3, step: int = 1) -> dict[str, Tensor]:
+def values_of(
+    graph: Graph, model: nn.Module, tensors: Sequence[Tensor], seed: int = 3, step: int = 1
+) -> dict[str, Tensor]:
     """Real values of all graph inputs by node name, float32 as float64; the incoming gradient is 0.7."""
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named |= dict(model.named_buffers(remove_duplicate=False))
@@ -37,9 +39,10 @@ def run_whole(graph: Graph, values: Mapping[str, Tensor]) -> list[Any]:
 
 def errors(graph: Graph, found: Sequence[Any], wanted: Sequence[Any]) -> dict[str, float]:
     """Largest error of every output by name, relative to its largest entry or 1e-6 of the largest gradient entry."""
-    top = max([float(w.abs().max()) for o, w in zip(graph.outputs, wanted, strict=True) if "gradient" in o.kind and w is not None], default=0.0)
+    ends = list(zip(graph.outputs, found, wanted, strict=True))
+    top = max([float(w.abs().max()) for o, _, w in ends if "gradient" in o.kind and w is not None], default=0.0)
     out = {}
-    for output, got, want in zip(graph.outputs, found, wanted, strict=True):
+    for output, got, want in ends:
         if want is None:
             assert got is None, output
             continue

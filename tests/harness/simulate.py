@@ -125,7 +125,9 @@ class Rank(fx.Interpreter):
         raise NotImplementedError(target)
 
 
-def run(program: Program, values: Mapping[str, Tensor], tangents: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Any]]:
+def run(
+    program: Program, values: Mapping[str, Tensor], tangents: Sequence[Tensor]
+) -> tuple[list[Tensor | None], list[Any]]:
     """Whole results of `graph.outputs` when inputs have these whole values (by node name); and rank 0's collectives."""
     mesh = program.plan.mesh
     exchange = Exchange(mesh)
@@ -142,7 +144,7 @@ def run(program: Program, values: Mapping[str, Tensor], tangents: Sequence[Tenso
             count = len(out) - len(program.saved)
             grads = Rank(bound.backward, exchange, coordinate, logs[rank]).run(*out[count:], *tangents)
             found[rank] = [*out[:count], *grads]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised again by the caller, once every thread has ended)
             for barrier in exchange.barriers.values():
                 barrier.abort()
             found[rank] = error

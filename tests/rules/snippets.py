@@ -97,5 +97,8 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         (rand(4, 6, 5), index(11, 4, 6)),
     ),
     "attention with a bias": (attention, (rand(4, 6, 5, 2), rand(4, 3, 7, 2), rand(4, 3, 7, 2), rand(4, 1, 5, 7))),
-    "attention with a bias by head": (attention, (rand(4, 6, 5, 2), rand(4, 3, 7, 2), rand(4, 3, 7, 2), rand(1, 6, 1, 7))),
+    "attention with a bias by head": (
+        attention,
+        (rand(4, 6, 5, 2), rand(4, 3, 7, 2), rand(4, 3, 7, 2), rand(1, 6, 1, 7)),
+    ),
 }

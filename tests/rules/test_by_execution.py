@@ -28,7 +28,16 @@ from autopar.rules.table import lookup
 from tests.harness.simulate import run
 from tests.rules.snippets import SNIPPETS
 
-MODELS = (mlp.tiny, gpt.tiny, llama.tiny, awkward.square, awkward.scores, awkward.gram, awkward.recurrent, awkward.fused)
+MODELS = (
+    mlp.tiny,
+    gpt.tiny,
+    llama.tiny,
+    awkward.square,
+    awkward.scores,
+    awkward.gram,
+    awkward.recurrent,
+    awkward.fused,
+)
 MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
 
 
@@ -58,7 +67,7 @@ def single(node: fx.Node) -> Graph:
 
 
 def values_of(node: fx.Node, graph: Graph) -> dict[str, Tensor]:
-    """Real operands: small integers that index something, booleans, or normal numbers; positive where a root is taken."""
+    """Real operands: small integers that index something, booleans, or positive numbers."""
     generator = torch.Generator().manual_seed(len(node.name))
     found = {}
     for entry in graph.inputs:
