@@ -29,8 +29,6 @@ from autopar.tracing import Tracing, user_line
 
 __all__ = ["capture", "opaque"]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
 
 @dataclass
 class Step:
@@ -105,7 +103,7 @@ def loss_leaf(leaves: Sequence[Any]) -> int | None:
 def check_leaves(leaves: Sequence[Any], paths: Sequence[str]) -> None:
     """Every leaf of a result is a tensor or a plain constant."""
     for leaf, path in zip(leaves, paths, strict=True):
-        if not isinstance(leaf, (Tensor, *PLAIN)):
+        if not isinstance(leaf, (Tensor, *tree.PLAIN)):
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise CaptureError(
                 f"{path} is a {kind}, a type that cannot be rebuilt from tensors\n"
@@ -132,6 +130,9 @@ def capture(
     """
     parameters, buffers = named_tensors(model)
     leaves, in_tree = tree.flatten((tuple(args), dict(kwargs or {})))
+    for path, leaf in zip(argument_paths(in_tree), leaves, strict=True):
+        if problem := tree.foreign_argument(leaf, path):
+            raise CaptureError(problem)
     step = Step(model, parameters, buffers, in_tree, leaves, loss_fn, double)
     sources = [*(p.tensor for p in parameters), *(b.tensor for b in buffers)]
     sources += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -188,7 +189,12 @@ def described_inputs(
     """An `Input` for every argument of the traced function; node names come later."""
     out = [Input("", "parameter", p.names[0], p.names, p.tensor.requires_grad) for p in parameters]
     out += [Input("", "buffer", b.names[0], b.names) for b in buffers]
-    args, kwargs = in_tree.children
-    names = [*tree.paths(args, "args"), *tree.paths(kwargs, "kwargs")]
-    out += [Input("", "input", name) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    pairs = zip(argument_paths(in_tree), leaves, strict=True)
+    out += [Input("", "input", name) for name, leaf in pairs if isinstance(leaf, Tensor)]
     return (*out, Input("", "rng", "rng"))
+
+
+def argument_paths(in_tree: tree.Tree) -> list[str]:
+    """Readable places of the leaves of (args, kwargs): `args[0]`, `kwargs['labels']`."""
+    args, kwargs = in_tree.children
+    return [*tree.paths(args, "args"), *tree.paths(kwargs, "kwargs")]

@@ -41,13 +41,19 @@ def choices(axes: Axes, node: fx.Node, mesh: Mesh) -> tuple[Choice, ...]:
     """Every legal choice of `node`, the whole one first."""
     instance = axes.rule(node)
     per_axis = [list(roles(instance, mesh.size(axis), node)) for axis in mesh.names]
-    found = (choice_of(axes, node, combination, mesh) for combination in itertools.product(*per_axis))
+    found = (_choice(instance, combination, mesh) for combination in itertools.product(*per_axis))
     return tuple(c for c in found if c is not None)
 
 
 def choice_of(axes: Axes, node: fx.Node, picked: tuple[str, ...], mesh: Mesh) -> Choice | None:
-    """The choice with these roles; None where two axes together leave a device without a piece."""
+    """The choice with these roles; None where there is none: a role the op has not, or a device left without a piece."""
     instance = axes.rule(node)
+    if any(role not in roles(instance, mesh.size(axis), node) for axis, role in zip(mesh.names, picked, strict=True)):
+        return None
+    return _choice(instance, picked, mesh)
+
+
+def _choice(instance: Instance, picked: tuple[str, ...], mesh: Mesh) -> Choice | None:
     ins = tuple(_operand(instance, i, picked, mesh) for i in range(len(instance.inputs)))
     outs = tuple(_result(instance, i, picked, mesh) for i in range(len(instance.outputs)))
     if any(starves(layout, mesh) for layout in (*ins, *outs)):

@@ -79,6 +79,7 @@ def type_text(value: torch.Tensor) -> str:
 def structure(graph: fx.Graph) -> Iterator[list[str]]:
     """Every node as text, operands by position, so that names do not matter."""
     position = {node: index for index, node in enumerate(graph.nodes)}
+    opaque: dict[str, str] = {}  # the number in an opaque module's key counts what its process has seen
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -91,7 +92,11 @@ def structure(graph: fx.Graph) -> Iterator[list[str]]:
 
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        yield [node.op, target, text(node.args), text(node.kwargs)]
+        args = node.args
+        if target.startswith("autopar.opaque"):
+            key = str(args[0])
+            args = (opaque.setdefault(key, f"{key.partition('#')[0]}#{len(opaque)}"), *args[1:])
+        yield [node.op, target, text(args), text(node.kwargs)]
 
 
 def check(plan: Plan, expected: Mapping[str, str]) -> None:

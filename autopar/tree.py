@@ -9,11 +9,18 @@ Out: `flatten` -> (leaves, Tree), `unflatten`.  Next: `capture.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import enum
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from autopar import _torch
 from autopar.errors import CaptureError
+
+PLAIN = (bool, numbers.Number, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+ARGUMENTS = (*PLAIN, enum.Enum, type, slice, range, frozenset, set, Callable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,3 +147,15 @@ def paths(tree: Tree, at: str) -> list[str]:
     else:
         steps = [f"[{i}]" for i in range(len(tree.children))]
     return [path for step, child in zip(steps, tree.children, strict=True) for path in paths(child, at + step)]
+
+
+def foreign_argument(value: Any, path: str) -> str:
+    """Why a leaf among the arguments cannot be kept as a constant of a program; "" if it can."""
+    if isinstance(value, (torch.Tensor, *ARGUMENTS)):
+        return ""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return (
+        f"{path} is a {kind}, a type that cannot be taken apart into tensors and rebuilt\n"
+        "  try: pass tensors, numbers, strings, tuples, lists, dicts or dataclasses of them, or register the type as a "
+        "pytree node of torch"
+    )

@@ -51,9 +51,8 @@ def copy_views(graph: Graph) -> Graph:
     for node in graph.fx.nodes:
         backward = node.meta.get("phase") == "backward"
         env[node] = fresh.node_copy(node, copied if backward else env.__getitem__)
-        if (node.op == "placeholder" and node.meta.get("phase") != "backward") or (
-            node.target in CHEAP and not backward and all(o in cheap for o in operands(node))
-        ):
+        free = node.op == "placeholder" or (node.target in CHEAP and all(o in cheap for o in operands(node)))
+        if free and not backward:
             cheap.add(node)
     fresh.eliminate_dead_code()
     fresh.lint()

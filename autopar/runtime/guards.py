@@ -25,7 +25,7 @@ from autopar.runtime.bits import checksum
 from autopar.runtime.local import Local, joined
 from autopar.runtime.parameters import Slots
 from autopar.runtime.world import World
-from autopar.tree import Tree, flatten, paths
+from autopar.tree import Tree, flatten, foreign_argument, paths
 
 LEAF = ("args", "kwargs")  # what the name of a leaf begins with
 LOCALS = 8  # lengths of Local inputs that the first comparison has room for
@@ -79,28 +79,34 @@ class Call:
     """The arguments of one forward, taken apart.
 
     tensors   this rank's tensors, in order of the leaves
+    problem   why no program can take these arguments; told once the ranks are known to agree, as one that raised alone
+              would leave the others waiting
     """
 
     tree: Tree
     leaves: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
+    problem: str = ""
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         values, tree = flatten((args, dict(kwargs)))
         leaves: list[Any] = []
         tensors: list[Tensor] = []
+        problem = ""
         for path, value in zip(leaf_names(tree), values, strict=True):
             tensor = value.tensor if isinstance(value, Local) else value
             if isinstance(tensor, DTensor):
-                raise InputError(f"{path} is a DTensor; pass the whole tensor on every rank, or autopar.Local(part)")
-            if isinstance(tensor, Tensor):
+                problem = problem or f"{path} is a DTensor; pass the whole tensor on every rank, or autopar.Local(part)"
+                leaves.append(("DTensor", f"DTensor{tuple(tensor.shape)}"))
+            elif isinstance(tensor, Tensor):
                 tensors.append(tensor)
                 shape = tuple(tensor.shape)
                 leaves.append(TensorLeaf(shape, tensor.dtype, tensor.requires_grad, isinstance(value, Local)))
             else:
+                problem = problem or foreign_argument(value, path)
                 leaves.append(constant(value))
-        return Call(tree, tuple(leaves), tuple(tensors))
+        return Call(tree, tuple(leaves), tuple(tensors), problem)
 
 
 def constant(value: Any) -> Any:
@@ -167,6 +173,8 @@ def agreed(
     if any(row[0] != rows[0][0] for row in rows):
         told = world.gather_text(text)
         raise InputError(first_difference(told))
+    if call.problem:
+        raise InputError(call.problem)
     if len(lengths) > LOCALS:
         every = world.gather(torch.tensor(lengths)).tolist()
     else:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar import files
 from autopar.graph import Graph
 from autopar.moves import Moved, moves
+from autopar.plan import Plan
 from autopar.program import Program
 from autopar.verify.compare import KINDS, Error, compare
 from autopar.verify.count import Counts
@@ -54,7 +55,9 @@ def captured(target: Target) -> Graph:
     return copy_views(capture(built.model, built.args, dict(built.kwargs), double=True))
 
 
-def check(target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int) -> Finding:
+def check(
+    target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int, device: str = "cpu"
+) -> Finding:
     """Train with every optimizer and compare everything with the record in `reference`."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = files.loads(plan_json)
@@ -62,7 +65,7 @@ def check(target: Target, plan_json: str, reference: str, optimizers: Sequence[s
     errors = dict.fromkeys(KINDS, Error())
     counts = Counts()
     built = target.build(double=True)
-    module = deliver(built.model, captured(target), plan, target.seed)
+    module = deliver(built.model, captured(target), plan, target.seed, device)
     restart = restarter(module)
     axes = group_names(module)
     for optimizer in optimizers:
@@ -94,11 +97,12 @@ def restarter(module: Any) -> Callable[[], None]:
     return restart
 
 
-def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int) -> Any:
+def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int, device: str) -> Any:
     """The module a user would get, from a graph that is captured already."""
+    from autopar.runtime.compiler import Fixed
     from autopar.runtime.module import ParallelModule
 
-    return ParallelModule(model, graph, plan, seed=seed)
+    return ParallelModule(model, graph, plan, compiler=Fixed(seed, device))
 
 
 def program_of(module: Any) -> Program:
@@ -116,7 +120,7 @@ def group_names(module: Any) -> dict[str, str]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor as this rank sees it: copies that should be equal are each rank's own."""
-    return own(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    return own(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def per_step(

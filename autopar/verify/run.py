@@ -41,11 +41,12 @@ Progress = Callable[[str], None]
 
 
 class Harness:
-    """Ranks and a reference process that live for many calls."""
+    """Ranks and a reference process that live for many calls; `device` and `backend` are those of the ranks."""
 
-    def __init__(self, ranks: int, timeout: float = 180.0) -> None:
+    def __init__(self, ranks: int, timeout: float = 180.0, device: str = "cpu", backend: str = "gloo") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-verify-")
-        self.pool = Pool(ranks, timeout=timeout)
+        self.pool = Pool(ranks, timeout=timeout, backend=backend)
+        self.device = device
         self.reference = Reference(Path(self._folder.name))
 
     def __enter__(self) -> Harness:
@@ -93,7 +94,9 @@ class Harness:
         """One family: plan, run, compare; what is refused is a row too."""
         try:
             plan = make()
-            findings = self.pool.run(check, target, files.dumps(plan), file, OPTIMIZERS, STEPS, world=world)
+            findings = self.pool.run(
+                check, target, files.dumps(plan), file, OPTIMIZERS, STEPS, self.device, world=world
+            )
         except UnsupportedError as error:
             return refused(name, str(error), target, world)
         except RankError as error:

@@ -23,7 +23,7 @@ def values_of(
         if entry.kind == "rng":
             value = torch.tensor([seed, step])
         elif entry.kind == "tangent":
-            value = torch.full_like(graph.node(entry.node).meta["val"], 0.7, device="cpu")
+            value = torch.full(graph.node(entry.node).meta["val"].shape, 0.7)
         else:
             value = named[entry.name].detach() if entry.kind in ("parameter", "buffer") else next(rest)
         out[entry.node] = value.double() if value.dtype == torch.float32 else value

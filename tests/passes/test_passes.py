@@ -1,0 +1,166 @@
+"""Each pass, on a two-layer perceptron with its hidden width cut: before and after as golden text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.axes import Axes, analyse, computes
+from autopar.capture import capture
+from autopar.choices import choices
+from autopar.dump import graph_text
+from autopar.errors import PlanError
+from autopar.graph import Graph
+from autopar.layout import Layout, Mesh
+from autopar.passes import bind, copy_views, emit, expand_local, insert_conversions
+from autopar.passes.buckets import buckets
+from autopar.passes.verify import verify
+from autopar.plan import ParameterPlan, Plan
+from tests.harness.reference import errors, run_whole, values_of
+from tests.harness.simulate import run
+
+MESH = Mesh(("data", "model"), (2, 2))
+
+
+class Net(nn.Module):
+    """b=6, d=4, f=10, v=8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(4, 10, bias=False)
+        self.down = nn.Linear(10, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(self.up(x).relu()).softmax(-1) ** 2).sum()
+
+
+INPUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return copy_views(capture(Net(), (INPUT,), double=True))
+
+
+def planned(graph: Graph, axes: Axes, *, level: int = 0, local: bool = False, **keywords: Any) -> Plan:
+    """Batch over data, hidden width (`local`: the classes) over model, parameters at a ZeRO level over data."""
+    hidden = "10" if not local else "8"
+    ops = {}
+    for node in graph.fx.nodes:
+        if not computes(node):
+            continue
+        rule = axes.rule(node)
+        batch = next((x for x, n in rule.sizes.items() if n == 6), "")
+        width = next((x for x, n in rule.sizes.items() if str(n) == hidden), "")
+        ops[node.name] = (batch, width)
+    parameters = {}
+    for entry in graph.inputs:
+        if entry.kind == "parameter":
+            home = Layout.whole(axes.factors[entry.node, 0])
+            cut = next((p for p, n, _ in home.places() if str(n) == hidden), None)
+            home = home if cut is None else home.with_cut(cut, ("model",))
+            place = next(p for p, n, _ in home.places() if n == (4 if entry.name == "up.weight" else 10))
+            stored = home.with_cut(place, (*home.cut_at(place), "data")) if level else home
+            parameters[entry.name] = ParameterPlan(level, stored if level == 3 else home, stored)
+    legal = {n.name: {c.roles for c in choices(axes, n, MESH)} for n in graph.fx.nodes if computes(n)}
+    ops = {name: roles if roles in legal[name] else ("", "") for name, roles in ops.items()}
+    return Plan(MESH, ops, parameters, **keywords)
+
+
+def test_golden_backward_reads_parameters_through_views_of_its_own(golden: Callable[[str, str], None]) -> None:
+    traced = capture(Net(), (INPUT,), double=True)
+    golden("pass_copy_views", graph_text(traced.fx) + "\n\nbecomes\n\n" + graph_text(copy_views(traced).fx))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_golden_disagreements_become_collectives(golden: Callable[[str, str], None], graph: Graph, level: int) -> None:
+    axes = analyse(graph)
+    after = insert_conversions(graph, axes, planned(graph, axes, level=level))
+    golden(f"pass_insert_conversions_zero{level}", graph_text(verify(after, "insert_conversions").fx))
+
+
+def test_golden_a_softmax_over_a_cut_dim_becomes_a_subgraph(golden: Callable[[str, str], None], graph: Graph) -> None:
+    axes = analyse(graph)
+    plan = planned(graph, axes, local=True)
+    after = expand_local(insert_conversions(graph, axes, plan), axes, plan)
+    golden("pass_expand_local", graph_text(verify(after, "expand_local").fx))
+
+
+def test_the_graph_that_is_emitted_from_is_left_as_it_was(graph: Graph) -> None:
+    before = graph_text(graph.fx)
+    axes = analyse(graph)
+    emit(graph, axes, planned(graph, axes))
+    assert graph_text(graph.fx) == before
+
+
+def groups(coordinate: dict[str, int]) -> dict[str, str]:
+    return {"data": f"data {coordinate['model']}", "model": f"model {coordinate['data']}"}
+
+
+def bound(graph: Graph, plan: Plan) -> Any:
+    coordinate = MESH.coordinate(3)
+    return bind(emit(graph, analyse(graph), plan), coordinate, groups(coordinate))
+
+
+def collectives(module: fx.GraphModule) -> list[str]:
+    names = [str(n.target).split(".")[1] for n in module.graph.nodes if "_c10d_functional" in str(n.target)]
+    return [n for n in names if n != "wait_tensor"]
+
+
+def test_a_bucket_reduces_several_gradients_in_one_collective(graph: Graph) -> None:
+    axes = analyse(graph)
+    alone, together = planned(graph, axes), planned(graph, axes, bucket_bytes=1 << 20)
+    assert collectives(bound(graph, alone).backward).count("all_reduce") == 2
+    assert collectives(bound(graph, together).backward).count("all_reduce") == 1
+
+
+def test_a_tensor_as_large_as_a_bucket_runs_alone(graph: Graph) -> None:
+    axes = analyse(graph)
+    program = emit(graph, axes, planned(graph, axes))
+    assert buckets(program.backward, MESH, 8 * 4 * 5) == []
+    assert len(buckets(program.backward, MESH, 1 << 20)) == 1
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [0, 200, 1 << 20])
+def test_every_level_with_and_without_buckets_equals_the_whole_graph(
+    graph: Graph, level: int, bucket_bytes: int
+) -> None:
+    axes = analyse(graph)
+    plan = planned(graph, axes, level=level, bucket_bytes=bucket_bytes)
+    values = values_of(graph, Net(), [INPUT])
+    tangent = values[next(e.node for e in graph.inputs if e.kind == "tangent")]
+    found, _ = run(emit(graph, axes, plan), values, [tangent])
+    assert max(errors(graph, found, run_whole(graph, values)).values()) < 1e-12
+
+
+def test_waits_stand_just_before_their_readers(graph: Graph) -> None:
+    nodes = list(bound(graph, planned(graph, analyse(graph))).backward.graph.nodes)
+    first = next(i for i, n in enumerate(nodes) if "all_reduce" in str(n.target))
+    wait = next(i for i, n in enumerate(nodes) if "wait_tensor" in str(n.target) and n.args[0] is nodes[first])
+    between = [n for n in nodes[first + 1 : wait] if "mm" in str(n.target)]
+    assert between, "a gradient's reduction runs while the next gradient is computed"
+
+
+def test_verify_names_the_pass_and_the_node(graph: Graph) -> None:
+    axes = analyse(graph)
+    after = insert_conversions(graph, axes, planned(graph, axes))
+    node = next(n for n in after.fx.nodes if str(n.target) == "aten.mm.default")
+    operand = node.args[0]
+    operand.meta["layouts"] = (Layout.whole(operand.meta["layouts"][0].factors),)
+    with pytest.raises(AssertionError, match=r"after insert_conversions: %mm wants %"):
+        verify(after, "insert_conversions")
+
+
+def test_an_illegal_role_is_refused_with_the_node_and_the_line(graph: Graph) -> None:
+    axes = analyse(graph)
+    plan = planned(graph, axes)
+    broken = replace(plan, ops={**plan.ops, "mm": ("nonsense", "")})
+    with pytest.raises(PlanError, match=r"no legal choice for %mm: \('nonsense', ''\)\n  from test_passes.py:"):
+        emit(graph, axes, broken)
