@@ -184,10 +184,17 @@ def backward_keeps_graph() -> bool:
 def settle_pending_items() -> None:
     """Make `DTensor.item()` reduce first; torch returns the rank's own term of a pending sum or maximum.
 
-    `torch.nn.utils.clip_grad_norm_(..., norm_type=inf)` returns such a tensor.
+    `torch.nn.utils.clip_grad_norm_(..., norm_type=inf)` returns such a tensor. A scalar DTensor can also be formatted
+    as a number (`f"{norm:.3f}"`), as any other scalar tensor can.
     """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _settled_item)
+    if "__format__" not in vars(DTensor):
+        DTensor.__format__ = _formatted  # type: ignore[method-assign]
+
+
+def _formatted(tensor: DTensor, spec: str) -> str:
+    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else object.__format__(tensor, spec)
 
 
 def _settled_item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph
+from autopar.legality import check_covers, check_legal
 from autopar.passes import copy_views, emit
 from autopar.plan import Plan
 from autopar.program import Program
@@ -40,6 +41,7 @@ def parallelize(
     precision: str | None = None,
     strategy: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    reuse: str | None = None,
     time_limit: float = 60,
     seed: int = 0,
 ) -> ParallelModule:
@@ -53,10 +55,12 @@ def parallelize(
     memory_bytes    budget of one device; by default the cluster's
     precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
     strategy        from `autopar.strategies`: constraints on the plan
-    plan            one that was made before, or the file it was saved in
+    plan            one that was made before, or the file it was saved in; it must have been made for this call
+    reuse           "placements": of `plan`, made for other inputs, keep the mesh and how parameters are placed; all else
+                    is planned and priced anew
     seed            of random ops while training, and of the initialisation of a model on meta
     """
-    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, plan, time_limit, seed)
+    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, plan, time_limit, seed, reuse)
     module = ParallelModule(model, compiler=compiler)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
@@ -96,11 +100,16 @@ class Compiler:
     given: Plan | str | os.PathLike[str] | None = None
     time_limit: float = 60
     seed: int = 0
+    reuse: str | None = None
     _axes: dict[int, tuple[Graph, Axes]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.precision not in (None, "float64"):
             raise UnsupportedError(f'precision={self.precision!r}: there is None (the model\'s own) and "float64"')
+        if self.reuse not in (None, "placements"):
+            raise PlanError(f'reuse={self.reuse!r}: there is None (the plan as it is) and "placements"')
+        if self.reuse is not None and self.given is None:
+            raise PlanError('reuse="placements" reuses those of a plan; give one: plan="plan.json"')
 
     def world(self) -> World:
         """The process group, checked against the cluster."""
@@ -135,8 +144,15 @@ class Compiler:
         expected = self.fingerprint(graph)
         if self.given is not None and stored is None:
             given = self.given if isinstance(self.given, Plan) else files.load(self.given)
-            fingerprint.check(given, {**expected, "options": given.fingerprint.get("options", "")})
-            return given
+            fields = ("parameters",) if self.reuse else tuple(f for f in fingerprint.FIELDS if f != "options")
+            fingerprint.check(given, expected, fields)
+            if self.reuse is None:
+                check_legal(given, graph, self.axes(graph), local)
+                return given
+            if given.mesh.devices != self.cluster.devices:
+                raise PlanError(f"the plan is for {given.mesh}, the cluster has {self.cluster.devices} devices")
+            check_covers(given, graph)
+            stored = given
         from autopar.planner import plan as search
 
         kept = None if stored is None else kept_in(self.axes(graph), graph, stored)

@@ -199,10 +199,8 @@ def _detect(devices: int | None) -> ClusterSpec:
         return base.model_copy(update={"device": base.device.model_copy(update={"memory_bytes": memory})})
     count = devices or int(os.environ.get("WORLD_SIZE", 0)) or torch.accelerator.device_count()
     base = ClusterSpec.preset("dgx-h100", devices=count)
-    found = {"type": accelerator.type}
-    if accelerator.type == "cuda":
-        memory = float(torch.cuda.get_device_properties(0).total_memory)
-        return base.model_copy(update={"device": base.device.model_copy(update={**found, "memory_bytes": memory})})
+    _, memory = torch.accelerator.get_memory_info(0)
+    found = {"type": accelerator.type, "memory_bytes": float(memory)}
     return base.model_copy(update={"device": base.device.model_copy(update=found)})
 
 

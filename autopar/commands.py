@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from autopar import files
+from autopar import files, hf
 from autopar.parsing import read_bytes, read_cluster, read_strategy
-from autopar.verify.target import Target, parse_settings
+from autopar.verify.target import Target
 
 app = typer.Typer(
     help="Spread a single-device PyTorch model over a cluster.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -62,7 +62,7 @@ def plan_command(
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
-    target = Target.parse(model, parse_settings(settings), seed)
+    target = Target.parse(model, hf.settings(settings), seed)
     where = read_cluster(cluster, devices, hosts)
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(
@@ -103,7 +103,7 @@ def verify_command(
         raise typer.BadParameter(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     if impossible := [f for f in wanted if f not in names(world)]:
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
-    target = Target.parse(model, parse_settings(settings), seed)
+    target = Target.parse(model, hf.settings(settings), seed)
     with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
         report = harness.verify(target, world, wanted, random, seed, progress)
     typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar import files
@@ -64,7 +65,18 @@ def programme_text(made: Made) -> str:
     cost = " ".join(f"{amount:+.9g} x{v}" for v, amount in sorted(model.costs.items()) if amount)
     bounds = [f" 0 <= x{v} <= {upper:g}" for v, upper in enumerate(model.upper)]
     binaries = " ".join(f"x{v}" for v in model.binaries)
-    parts = [*notes, "Minimize", f" seconds: {cost}", "Subject To", *rows, "Bounds", *bounds, "Binaries", f" {binaries}", "End"]
+    parts = [
+        *notes,
+        "Minimize",
+        f" seconds: {cost}",
+        "Subject To",
+        *rows,
+        "Bounds",
+        *bounds,
+        "Binaries",
+        f" {binaries}",
+        "End",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -84,7 +96,7 @@ def node_text(node: fx.Node) -> str:
         return f"return {argument(node.args[0])}"
     value = node.meta.get("val")
     first = next((v for v in value if v is not None), None) if isinstance(value, (tuple, list)) else value
-    kind = type_text(first) if hasattr(first, "dtype") else ""
+    kind = type_text(first) if isinstance(first, torch.Tensor) else ""
     layouts = node.meta.get("layouts")
     if layouts and kind:
         kind = kind.split("[")[0] + str(layouts[0])

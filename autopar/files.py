@@ -154,12 +154,21 @@ def plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
+def number(constant: str) -> float:
+    """Infinity as a number; NaN is never a cost."""
+    if constant == "NaN":
+        raise ValueError("NaN stands where a number should")
+    return float(constant)
+
+
 def loads(text: str, where: str = "plan") -> Plan:
     """The plan in JSON text; every mistake is a `PlanError` that holds its path in the file."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=number)
     except json.JSONDecodeError as error:
         raise PlanError(f"{where}:{error.lineno}: no JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: {error}") from error
     version = data.get("autopar_plan") if isinstance(data, dict) else None
     if version is None:
         raise PlanError(f"{where}: no plan: the field autopar_plan is missing")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -99,14 +99,14 @@ def structure(graph: fx.Graph) -> Iterator[list[str]]:
         yield [node.op, target, text(args), text(node.kwargs)]
 
 
-def check(plan: Plan, expected: Mapping[str, str]) -> None:
-    """Refuse a plan that was made for something else, and name the first field that differs."""
+def check(plan: Plan, expected: Mapping[str, str], fields: Sequence[str] = FIELDS) -> None:
+    """Refuse a plan that was made for something else, and name the first of these fields that differs."""
     if not plan.fingerprint:
         raise PlanError("the plan does not tell what it was made for (no fingerprint); plan again")
-    for field in FIELDS:
+    for field in fields:
         theirs, ours = plan.fingerprint.get(field, ""), expected.get(field, "")
         if theirs != ours:
             raise PlanError(
                 f"the plan was made for something else: {field}: {theirs or 'none'} in the plan, {ours or 'none'} here\n"
-                '  try: plan again, or load it with reuse="placements" to keep its choices and price them anew'
+                '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the rest anew'
             )

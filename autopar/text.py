@@ -33,6 +33,7 @@ from autopar.moves import Moved, collectives, moves
 from autopar.plan import ParameterPlan, Plan
 from autopar.program import Program
 from autopar.rules.core import results
+from autopar.strategies import letter_names
 
 GIB, MIB = 2.0**30, 2.0**20
 MOST_OPS = 34  # lines about ops; with everything else a plan stays below 60
@@ -110,7 +111,7 @@ def block(module: str) -> tuple[str, int] | None:
 
 
 def tail(module: str) -> str:
-    """"attn.qkv" for "blocks.3.attn.qkv"."""
+    """ "attn.qkv" for "blocks.3.attn.qkv"."""
     return re.sub(r"^.*?\.?\d+(?:\.|$)", "", module, count=1) if block(module) else module
 
 
@@ -159,10 +160,13 @@ def op_lines(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -
         choice = choice_of(axes, captured, program.plan.ops[origin], mesh)
         assert choice is not None, origin
         first = results(captured)[0]
+        assert first is not None, origin
         layout, labels = choice.outputs[0], axes.labels.get((origin, 0))
         ends = [*((layout, first.dtype) for layout in choice.inputs), (layout, first.dtype)]
         seconds = node_s(captured, instance, choice.roles, ends, mesh, cluster)
-        then = [f"{s.kind}({s.axis}) {ms(step_s(s, first.dtype.itemsize, mesh, cluster))} ms" for s in after.get(origin, ())]
+        then = [
+            f"{s.kind}({s.axis}) {ms(step_s(s, first.dtype.itemsize, mesh, cluster))} ms" for s in after.get(origin, ())
+        ]
         yield Line(
             captured.meta.get("module", ""),
             f"%{origin}",
@@ -175,24 +179,10 @@ def op_lines(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -
 
 
 def roles_text(axes: Axes, node: fx.Node, roles: Sequence[str], mesh: Mesh) -> str:
-    """`batch@data heads@model`; an axis along which the op runs whole is left out, a letter without a name stays one."""
-    names = letter_names(axes, node)
+    """`batch@data heads@model`; an axis along which the op runs whole is left out, a nameless letter stays one."""
+    names = {letter: name for letter, name in letter_names(axes, node).items() if not NAMELESS.fullmatch(f"{name}=")}
     parts = [f"{names.get(role, role)}@{axis}" for role, axis in zip(roles, mesh.names, strict=True) if role]
     return " ".join(parts) or "whole"
-
-
-def letter_names(axes: Axes, node: fx.Node) -> dict[str, str]:
-    """The names of the letters of an op's rule."""
-    instance = axes.rule(node)
-    values = [(node.name, i) for i in range(len(instance.outputs))]
-    pairs = [*zip(instance.outputs, values, strict=True), *zip(instance.inputs, axes.operands(node), strict=True)]
-    found: dict[str, str] = {}
-    for dims, value in pairs:
-        for letters, labels in zip(dims, axes.labels.get(value, ()), strict=False):
-            for letter, label in zip(letters, labels, strict=False):
-                if not NAMELESS.fullmatch(f"{label}="):
-                    found.setdefault(letter, label)
-    return found
 
 
 def collectives_after(graph: fx.Graph) -> dict[str, list[Step]]:
@@ -228,7 +218,10 @@ def fold(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
 
 
 def follows(
-    run: tuple[tuple[str, int] | None, list[Line]], first: tuple[str, int], distance: int, signature: list[tuple[str, ...]]
+    run: tuple[tuple[str, int] | None, list[Line]],
+    first: tuple[str, int],
+    distance: int,
+    signature: list[tuple[str, ...]],
 ) -> bool:
     return run[0] == (first[0], first[1] + distance) and [x.key() for x in run[1]] == signature
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from autopar import hf
 from autopar.parsing import read_bytes, read_cluster, read_strategy
 from autopar.verify.steps import leaves, loss_of
-from autopar.verify.target import Target, parse_settings
+from autopar.verify.target import Target
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def work(job: Job) -> None:
     from autopar.api import parallelize
 
     cluster = read_cluster(job.cluster, int(os.environ["WORLD_SIZE"]), None)
-    built = Target.parse(job.model, parse_settings(list(job.settings)), job.seed).build()
+    built = Target.parse(job.model, hf.settings(list(job.settings)), job.seed).build()
     module = parallelize(
         built.model,
         cluster,

@@ -1,4 +1,4 @@
-"""`make demo`: plan a GPT, train it on 4 ranks, compare its losses with one device and its step time with DDP and FSDP2.
+"""`make demo`: plan a GPT, train it on 4 ranks, compare losses with one device and step time with DDP and FSDP2.
 
 Exits with 1 when a loss is off by more than 1e-6 (relative, float32), or when it took more than 5 minutes.
 """

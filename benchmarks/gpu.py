@@ -5,7 +5,8 @@ Three questions, one section each, within 10 minutes on one host:
     times    how long is a step beside DDP and FSDP2, paired in one process group?
     memory   how far is the predicted peak from the allocator's?
 
-With `--device cpu` it runs on gloo and the CPU, where there is no allocator to ask; that is how it is tested without a GPU.
+With `--device cpu` it runs on gloo and the CPU, where there is no allocator to ask; that is how it is tested without a
+GPU.
 Exits with 1 when a family is off by more than 1e-9 or a section fails.
 """
 
@@ -125,7 +126,9 @@ def memory(host: Host, plan: Plan, pool: Pool) -> list[str]:
 def machine(host: Host) -> str:
     """Device, versions, date."""
     kind = "cpu" if host.device == "cpu" else torch.get_device_module(host.device).get_device_name(0)
-    return f"{host.world} x {kind}, torch {torch.__version__}, autopar {autopar.__version__}, {time.strftime('%Y-%m-%d')}"
+    return (
+        f"{host.world} x {kind}, torch {torch.__version__}, autopar {autopar.__version__}, {time.strftime('%Y-%m-%d')}"
+    )
 
 
 def main() -> int:

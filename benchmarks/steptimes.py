@@ -2,8 +2,9 @@
 
 In: a model function and a plan.  Out: seconds of every round.  Used by `demo.py` and `gpu.py`.
 
-Every round runs one training step of each contender, in turn, between barriers; ratios are taken within a round, so that
-what slows the machine for a moment slows all of them. DDP runs twice: the ratio of its two copies (A/A) shows the noise.
+Every round runs one training step of each contender, in turn, between barriers; ratios are taken within a round, so
+that what slows the machine for a moment slows all of them. DDP runs twice: the ratio of its two copies (A/A) shows the
+noise.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def wait(device: torch.device) -> None:
 
 def report(seconds: Mapping[str, Sequence[float]]) -> list[str]:
     """A line for each contender, and the paired ratios."""
-    lines = [f"  {name:10} {1e3 * statistics.median(s):8.1f} ms a step (median of {len(s)})" for name, s in seconds.items()]
+    lines = [
+        f"  {name:10} {1e3 * statistics.median(s):8.1f} ms a step (median of {len(s)})" for name, s in seconds.items()
+    ]
     ours = seconds["autopar"]
     for other in ("DDP", "FSDP2"):
         lines.append(f"  autopar / {other:9} {ratio(ours, seconds[other])}")

@@ -1,8 +1,8 @@
 """`make too-big`: a model that kills one process under a memory limit trains on 4 ranks under the same limit each.
 
 The limit is on data memory (RLIMIT_DATA: every private writable page, so also what was allocated and never touched),
-counted from what the process has before the model is there. Exits with 1 when the single process survives, when the ranks
-do not train, or when a rank's loss is not the one of a single process without the limit.
+counted from what the process has before the model is there. Exits with 1 when the single process survives, when the
+ranks do not train, or when a rank's loss is not the one of a single process without the limit.
 """
 
 from __future__ import annotations

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, ops
 
 from autopar.layout import Mesh
 from autopar.passes.buckets import Bucket, buckets
+from autopar.passes.fuse_bias import fuse_bias
 from autopar.passes.lower import Lowering
 from autopar.passes.markers import SPANS, span_start
 from autopar.passes.sink_waits import sink_waits
 from autopar.program import Program
 from autopar.rules.bind import Site, run_of
 from autopar.rules.core import RULES, args_of, operands
+
+aten = ops.aten
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ def bind(
     """
     binder = _Binder(program, dict(coordinate), groups, torch.device(device))
     return Bound(binder.run(program.refresh), binder.run(program.forward), binder.run(program.backward))
+
+
+def is_vector(node: fx.Node) -> bool:
+    return bool(node.meta["val"].dim() == 1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class _Binder:
             if isinstance(new, fx.Node) and "origin" not in new.meta:
                 new.meta["origin"] = old.name
         fresh.eliminate_dead_code()
-        sink_waits(fresh)
+        sink_waits(fuse_bias(fresh))
         return fx.GraphModule(self.attributes(fresh), fresh)
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:
@@ -114,6 +121,7 @@ class _Binder:
             kwargs["device"] = self.device
         new = fresh.call_function(target, tuple(args), kwargs)
         new.meta = {k: node.meta[k] for k in ("phase", "module", "source", "origin") if k in node.meta}
+        new.meta["vector"] = target is aten.add.Tensor and len(operands(node)) == 2 and is_vector(operands(node)[1])
         return new
 
     def site(self, node: fx.Node, args: Any) -> Site:

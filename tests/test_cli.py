@@ -33,7 +33,14 @@ def test_plan_prints_the_plan_saves_it_and_dumps_what_led_to_it(tmp_path: Path) 
     assert "\n  ZeRO 3 " in done.stdout
     assert f"{files.load(out)}\n" == done.stdout
     made = sorted(p.name for p in dump.iterdir())
-    assert {"00-captured.txt", "plan.json", "plan.txt", "program-backward.txt", "program-forward.txt", "solver.lp"} < set(made)
+    assert {
+        "00-captured.txt",
+        "plan.json",
+        "plan.txt",
+        "program-backward.txt",
+        "program-forward.txt",
+        "solver.lp",
+    } < set(made)
     assert "all_gather" in (dump / "program-forward.txt").read_text()
     assert "Minimize" in (dump / "solver.lp").read_text()
 
@@ -47,9 +54,17 @@ def test_plan_prints_json_that_loads() -> None:
     ("args", "code", "message"),
     [
         (("plan", "nothing"), 2, "InputError: 'nothing' is no model; write package.module:function or hf:ClassName\n"),
-        (("plan", MLP, "--cluster", "moon"), 2, "ClusterError: no preset 'moon'; there are cpu-gloo, dgx-a100-80, dgx-h100\n"),
+        (
+            ("plan", MLP, "--cluster", "moon"),
+            2,
+            "ClusterError: no preset 'moon'; there are cpu-gloo, dgx-a100-80, dgx-h100\n",
+        ),
         (("plan", MLP, "--devices", "2", "--memory", "20KB"), 3, "NoPlan: "),
-        (("plan", MLP, "--devices", "48", "--strategy", "ddp"), 3, "UnsupportedError: ddp(): a batch of 12 (args[0]) cannot be"),
+        (
+            ("plan", MLP, "--devices", "48", "--strategy", "ddp"),
+            3,
+            "UnsupportedError: ddp(): a batch of 12 (args[0]) cannot be",
+        ),
         (("plan",), 2, ""),
     ],
 )
@@ -61,7 +76,9 @@ def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code
 
 
 def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
-    done = autopar("verify", "autopar.models.mlp:tiny", "--world", "2", "--families", "ddp,zero2", "--random", "1", "--seed", "1")
+    done = autopar(
+        "verify", "autopar.models.mlp:tiny", "--world", "2", "--families", "ddp,zero2", "--random", "1", "--seed", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "verify autopar.models.mlp:tiny on 2 ranks; largest error, bound 1e-09"
@@ -90,7 +107,9 @@ def test_run_trains_on_real_processes() -> None:
 # --- words as values --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("123", 123), ("1.5 kib", 1536)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("123", 123), ("1.5 kib", 1536)]
+)
 def test_bytes_are_read_with_units(text: str, count: int) -> None:
     assert read_bytes(text) == count
 
@@ -106,7 +125,9 @@ def test_a_strategy_reads_back_from_its_text(text: str) -> None:
     assert str(read_strategy(text)) == text
 
 
-@pytest.mark.parametrize("text", ["__import__('os')", "Strategy(1)", "ddp.x", "ddp() +", "nothing()", "zero(open('x'))"])
+@pytest.mark.parametrize(
+    "text", ["__import__('os')", "Strategy(1)", "ddp.x", "ddp() +", "nothing()", "zero(open('x'))"]
+)
 def test_nothing_but_strategies_is_evaluated(text: str) -> None:
     with pytest.raises(InputError, match="is no strategy"):
         read_strategy(text)

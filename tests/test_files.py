@@ -61,7 +61,11 @@ def test_a_plan_reads_back_from_its_json(tmp_path: Path) -> None:
     [
         (("autopar_plan",), 7, "plan: autopar_plan is 7, this version of autopar reads 1; plan again"),
         (("mesh", "data"), "2", "plan: mesh.data: Input should be a valid integer"),
-        (("parameters", "weight", "level"), 4, "plan: parameters.weight.level: Input should be less than or equal to 3"),
+        (
+            ("parameters", "weight", "level"),
+            4,
+            "plan: parameters.weight.level: Input should be less than or equal to 3",
+        ),
         (("parameters", "weight", "sharded"), 1, "plan: parameters.weight.sharded: Extra inputs are not permitted"),
         (
             ("parameters", "weight", "home"),
@@ -162,7 +166,7 @@ def test_a_plan_is_refused_under_another_shape_and_the_field_is_named() -> None:
         check(plan, fingerprint(graph(32, 8), "cluster"))
     assert str(error.value) == (
         "the plan was made for something else: inputs: args[0]: f32[16, 32] in the plan, args[0]: f32[32, 8] here\n"
-        '  try: plan again, or load it with reuse="placements" to keep its choices and price them anew'
+        '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the rest anew'
     )
 
 

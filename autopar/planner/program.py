@@ -174,6 +174,7 @@ class Programme:
                     self.model.forbid(v)
             return
         made = {pair: self.model.variable() for pair in paths}
+        self.model.late.update(v for pair, v in made.items() if len(paths[pair]) > 1)
         self.flow[k] = [Flow(sources[i], targets[j], (made[i, j],), path) for (i, j), path in paths.items()]
         for side, ends in ((0, handed), (1, wanted)):
             into: list[list[tuple[int, float]]] = [[(v, -1.0) for v in variables] for variables in ends.values()]
@@ -222,6 +223,7 @@ class Programme:
             self.model.cost(y, seconds)
             for variables in by_edge.values():
                 self.model.row([(y, 1.0), *((v, -1.0) for v in variables)], 0.0)
+                self.model.shared.update((v, y) for v in variables if v in self.model.late)
 
     def step_s(self, step: Step, itemsize: int) -> float:
         """Seconds of a step; steps are made once a mesh, so they are known by identity."""

@@ -10,13 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from ortools.math_opt import model_pb2
+import numpy as np
+from ortools.math_opt import model_pb2, result_pb2
+from ortools.math_opt.core.python import solver as core
 from ortools.math_opt.python import mathopt
+from pybind11_abseil.status import StatusNotOk
 
 from autopar.errors import SolverError
 
+Reason = result_pb2.TerminationReasonProto
 FRACTION = 1e-6
 GAP = 1e-7
+TOLERANCE = 1e-9  # of the objective, for reduced costs
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,10 @@ class Solution:
 
 @dataclass
 class Model:
-    """A minimisation; variables are numbers, rows are sums of (variable, factor) between two bounds."""
+    """A minimisation; variables are numbers, rows are sums of (variable, factor) between two bounds.
+
+    late     variables that relaxations leave out until they pay; `shared`: the variable that carries the price of one
+    """
 
     upper: list[float] = field(default_factory=list)
     binaries: list[int] = field(default_factory=list)
@@ -58,6 +66,8 @@ class Model:
     row_ids: list[int] = field(default_factory=list)
     column_ids: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
+    late: set[int] = field(default_factory=set)
+    shared: dict[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -100,8 +110,42 @@ class Model:
         return made
 
     def relax(self, time_limit: float, seed: int = 0, costs: Mapping[int, float] | None = None) -> Solution:
-        """The programme with yes-or-no variables anywhere between: a bound, and the prices of rows."""
-        return self._solve(False, time_limit, seed, self.costs if costs is None else costs, frozenset())
+        """The programme with yes-or-no variables anywhere between: a bound, and the prices of rows.
+
+        Late variables come in as they pay (column generation); the last solution is one of the whole programme.
+        """
+        started = time.monotonic()
+        costs = self.costs if costs is None else costs
+        while True:
+            left = max(1.0, time_limit - (time.monotonic() - started))
+            solution = self._solve(False, left, seed, costs, frozenset(self.late))
+            if solution.status != "optimal" and self.late:
+                self.late.clear()
+                continue
+            paying = self.paying(solution, costs) if solution.found else set()
+            self.late -= paying
+            if not paying:
+                return replace(solution, seconds=time.monotonic() - started)
+
+    def paying(self, solution: Solution, costs: Mapping[int, float]) -> set[int]:
+        """Late variables that would make a solution cheaper.
+
+        One whose price stands on a shared variable pays only where all who share it outweigh what is left of that price.
+        """
+        if not self.late:
+            return set()
+        reduced = np.zeros(self.size)
+        reduced[list(costs)] = list(costs.values())
+        prices = np.zeros(self.rows)
+        prices[list(solution.prices)] = list(solution.prices.values())
+        np.subtract.at(reduced, self.column_ids, np.asarray(self.factors) * prices[self.row_ids])
+        small = TOLERANCE * max(abs(solution.objective), 1e-12)
+        wanting = [v for v in self.late if reduced[v] < -small]
+        shares: dict[int, float] = {}
+        for v in wanting:
+            if v in self.shared:
+                shares[self.shared[v]] = shares.get(self.shared[v], 0.0) - reduced[v]
+        return {v for v in wanting if v not in self.shared or shares[self.shared[v]] > reduced[self.shared[v]] + small}
 
     def branch(self, time_limit: float, seed: int = 0, closed: Iterable[int] = ()) -> Solution:
         """The programme as it is, perhaps with some variables kept at 0."""
@@ -165,30 +209,39 @@ class Model:
         started = time.monotonic()
         scale = 1e3 / max((abs(c) for c in costs.values() if c), default=1e3)
         zeros = self.zeros(closed) if closed else set()
-        model = mathopt.Model.from_model_proto(self.proto(branch, costs, scale, zeros))
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit), random_seed=seed, relative_gap_tolerance=GAP,
             presolve=None if branch else mathopt.Emphasis.OFF,
         )  # fmt: skip
-        try:
-            result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
-        except (RuntimeError, ValueError, AttributeError) as error:
-            raise SolverError(f"HiGHS failed: {error}") from error
+        result = run(self.proto(branch, costs, scale, zeros), parameters)
         reason = result.termination.reason
+        bound = result.termination.objective_bounds.dual_bound / scale
         seconds = time.monotonic() - started
-        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        if reason in (Reason.TERMINATION_REASON_INFEASIBLE, Reason.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED):
             return Solution("infeasible", seconds=seconds)
-        if not result.has_primal_feasible_solution():
-            if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND:
-                return Solution("unknown", bound=result.dual_bound() / scale, seconds=seconds)
-            raise SolverError(f"HiGHS stopped without a solution: {result.termination}")
+        if not result.solutions or not result.solutions[0].HasField("primal_solution"):
+            if reason == Reason.TERMINATION_REASON_NO_SOLUTION_FOUND:
+                return Solution("unknown", bound=bound, seconds=seconds)
+            raise SolverError(f"HiGHS stopped without a solution: {result.termination.detail}")
+        best = result.solutions[0]
         values = [0.0] * len(self.upper)
-        for variable, value in result.variable_values().items():
-            values[variable.id] = value
-        status = "optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible"
-        prices = {}
-        if not branch and result.has_dual_feasible_solution():
-            prices = {row.id: price / scale for row, price in result.dual_values().items() if price}
-        return Solution(
-            status, values, result.objective_value() / scale, result.dual_bound() / scale, seconds, branch, prices
-        )
+        found = best.primal_solution.variable_values
+        for variable, value in zip(found.ids, found.values, strict=True):
+            values[variable] = value
+        status = "optimal" if reason == Reason.TERMINATION_REASON_OPTIMAL else "feasible"
+        duals = best.dual_solution.dual_values
+        prices = {} if branch else {r: v / scale for r, v in zip(duals.ids, duals.values, strict=True) if v}
+        objective = best.primal_solution.objective_value / scale
+        return Solution(status, values, objective, bound, seconds, branch, prices)
+
+
+def run(model: model_pb2.ModelProto, parameters: mathopt.SolveParameters) -> result_pb2.SolveResultProto:
+    """Hand a programme to HiGHS. The wrapped `mathopt.solve` spends as long on reading a basis as HiGHS on the solving."""
+    try:
+        return core.solve(
+            model, mathopt.SolverType.HIGHS.value, mathopt.StreamableSolverInitArguments().to_proto(),
+            parameters.to_proto(), mathopt.ModelSolveParameters().to_proto(), None,
+            mathopt.CallbackRegistration().to_proto(), None, None,
+        )  # fmt: skip
+    except (StatusNotOk, RuntimeError, ValueError) as error:
+        raise SolverError(f"HiGHS failed: {error}") from error

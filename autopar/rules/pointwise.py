@@ -37,7 +37,7 @@ def cast(node: fx.Node) -> Instance:
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether torch itself tags the op as pointwise and each result has the broadcast shape of the operands."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def pointwise(node: fx.Node) -> Instance:

@@ -2,7 +2,7 @@
 
 In: a region of code.  Out: `Counts`.  Next: `rank.py`.
 
-Counted where torch dispatches, so nothing here trusts a graph or a plan. Plain torch: the reference process uses it too.
+Counted where torch dispatches, so nothing here trusts a graph or a plan. Plain torch: the reference uses it too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+
 from autopar._torch import DispatchMode
 
 # functional and plain collectives by name, without trailing underscores: kind, and which side has the larger tensor
@@ -51,9 +52,9 @@ class Counts:
             yield
 
 
-class _Watch(DispatchMode):
+class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counts: Counts, phase: str, axes: Mapping[str, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts, self.phase, self.axes = counts, phase, axes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

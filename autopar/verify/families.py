@@ -70,7 +70,9 @@ def data(plan: Plan, counted: Counted) -> bool:
 
 def zero(level: int) -> Callable[[Plan, Counted], bool]:
     def shows(plan: Plan, counted: Counted) -> bool:
-        return some(plan, lambda p: p.level == level and p.stored != p.home) and ran(counted, "reduce_scatter", "backward")
+        return some(plan, lambda p: p.level == level and p.stored != p.home) and ran(
+            counted, "reduce_scatter", "backward"
+        )
 
     def shows_3(plan: Plan, counted: Counted) -> bool:
         gathers = ran(counted, "all_gather", "forward") and ran(counted, "all_gather", "backward")
@@ -80,7 +82,9 @@ def zero(level: int) -> Callable[[Plan, Counted], bool]:
 
 
 def kept(plan: Plan, counted: Counted) -> bool:
-    return some(plan, lambda p: p.level == 3 and p.keep and bool(p.stored.axes)) and ran(counted, "all_gather", "forward")
+    return some(plan, lambda p: p.level == 3 and p.keep and bool(p.stored.axes)) and ran(
+        counted, "all_gather", "forward"
+    )
 
 
 def hybrid(plan: Plan, counted: Counted) -> bool:

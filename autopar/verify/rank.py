@@ -123,9 +123,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return own(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
-def per_step(
-    counts: Counts, optimizer: str, steps: int
-) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
+def per_step(counts: Counts, optimizer: str, steps: int) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
     """Collectives and flops of one step under one optimizer (those of the others are the same)."""
     mark = f"{optimizer}/"
     counted = {

@@ -61,7 +61,8 @@ def answer(request: dict[str, Any]) -> int:
     for optimizer in request["optimizers"]:
         record |= reference(target, optimizer, request["steps"], counts)
     save_file(record, request["file"])
-    return sum(counts.flops.values()) // (len(request["optimizers"]) * request["steps"])
+    times: int = len(request["optimizers"]) * request["steps"]
+    return sum(counts.flops.values()) // times
 
 
 def reference(target: Target, optimizer: str, steps: int, counts: Counts) -> Record:
@@ -72,7 +73,7 @@ def reference(target: Target, optimizer: str, steps: int, counts: Counts) -> Rec
     @contextmanager
     def during(phase: str) -> Iterator[None]:
         draws = replay(target.seed, next(forwards)) if phase == "forward" else nullcontext()
-        with counts.during(phase), Double(), draws:
+        with counts.during(phase), Double(), draws:  # type: ignore[no-untyped-call]
             yield
 
     return train(built.model, built.args, built.kwargs, optimizer, steps=steps, whole=own, during=during)

@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from autopar import files
 from autopar.axes import Axes, analyse
@@ -77,7 +76,7 @@ class Harness:
         file = str(self.reference.file(target, OPTIMIZERS, STEPS))
         for name, make in self.plans(target, world, families, random, seed):
             progress(name)
-            rows.append(self.row(name, make if buckets else lambda make=make: apart(make()), target, world, file))
+            rows.append(self.row(name, make if buckets else partial(apart, make), target, world, file))
         return Report(str(target), world, rows, time.monotonic() - started)
 
     def plans(
@@ -86,9 +85,9 @@ class Harness:
         """Name of every row, and how its plan is made."""
         cluster = ClusterSpec.preset("cpu-gloo", devices=world)
         for name in kinds.names(world) if families is None else families:
-            yield name, lambda name=name: forced(target, cluster, kinds.strategy(name, world))
+            yield name, partial(forced, target, cluster, name)
         for number in range(random):
-            yield f"random {seed}.{number}", lambda number=number: drawn(target, world, 1000 * seed + number)
+            yield f"random {seed}.{number}", partial(drawn, target, world, 1000 * seed + number)
 
     def row(self, name: str, make: Callable[[], Plan], target: Target, world: int, file: str) -> Row:
         """One family: plan, run, compare; what is refused is a row too."""
@@ -108,15 +107,16 @@ class Harness:
         return finished(name, plan, findings, single_flops(self.reference, target))
 
 
-def apart(plan: Plan) -> Plan:
-    """The plan with a collective for every tensor."""
-    return replace(plan, bucket_bytes=0)
+def apart(make: Callable[[], Plan]) -> Plan:
+    """The plan that `make` makes, with a collective for every tensor."""
+    return replace(make(), bucket_bytes=0)
 
 
-def forced(target: Target, cluster: ClusterSpec, strategy: Any) -> Plan:
+def forced(target: Target, cluster: ClusterSpec, family: str) -> Plan:
     """The best plan of a family."""
     from autopar.planner import plan
 
+    strategy = kinds.strategy(family, cluster.devices)
     made: Plan = plan(captured(target), cluster, strategy=strategy, time_limit=30, axes=analysed(target))
     return made
 
@@ -192,11 +192,14 @@ def single_flops(reference: Reference, target: Target) -> int:
 def refused(name: str, message: str, target: Target, world: int) -> Row:
     """The row of a refusal: known if docs/limits.md lists it."""
     reason = limit(target.spec, name, world, message.splitlines()[0])
-    return Row(name, "known" if reason else "refused", message if not reason else f"{message.splitlines()[0]} ({reason})")
+    return Row(
+        name, "known" if reason else "refused", message if not reason else f"{message.splitlines()[0]} ({reason})"
+    )
 
 
-def limit(model: str, family: str, world: int, message: str, file: Path = LIMITS) -> str:
+def limit(model: str, family: str, world: int, message: str, file: Path | None = None) -> str:
     """The reason that the table in docs/limits.md gives for a refusal, or nothing."""
+    file = file or LIMITS
     if not file.exists():
         return ""
     for line in file.read_text().splitlines():

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from autopar.errors import InputError, UnsupportedError
-
-RESERVED = {"batch": 12, "sequence": 10}  # settings of an hf: target that belong to its inputs, not to its config
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,9 @@ class Target:
     def build(self, double: bool = False) -> Built:
         """The model and one batch, drawn from the seed; under a fake mode nothing is allocated."""
         kind, _, name = self.spec.partition(":")
-        make = hugging_face if kind == "hf" else function
         torch.manual_seed(self.seed)
-        built = make(kind, name, dict(self.settings))
+        settings = dict(self.settings)
+        built = hugging_face(name, settings, self.seed) if kind == "hf" else function(kind, name, settings)
         built.model.train()
         if not double:
             return built
@@ -61,17 +58,6 @@ class Target:
 
     def __str__(self) -> str:
         return self.spec + "".join(f" {k}={v}" for k, v in self.settings)
-
-
-def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`["hidden_size=48", "act=gelu"]` as a dict; values are read as YAML."""
-    out = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise InputError(f"--set wants key=value, got {pair!r}")
-        out[key] = yaml.safe_load(value)
-    return out
 
 
 def function(module: str, name: str, settings: dict[str, Any]) -> Built:
@@ -102,35 +88,17 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def hugging_face(_: str, name: str, settings: dict[str, Any]) -> Built:
-    """A `transformers` class with a fresh config and random inputs of its kind."""
+def hugging_face(name: str, settings: dict[str, Any], seed: int) -> Built:
+    """A `transformers` class with a fresh config and random tokens."""
     try:
         import transformers
     except ImportError as error:
         raise UnsupportedError("hf: models need transformers: pip install 'autopar[hf]'") from error
-    transformers.logging.set_verbosity_error()
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        raise InputError(f"transformers has no class {name}")
-    sizes = {key: settings.pop(key, default) for key, default in RESERVED.items()}
-    config = cls.config_class(**{"use_cache": False, **settings})
-    return Built(cls(config), (), hugging_face_inputs(name, config, **sizes))
+    from autopar import hf
 
-
-def hugging_face_inputs(name: str, config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Random inputs and labels for the head that the class name ends in."""
-    classes = getattr(config, "num_labels", 2)
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")):
-        ids = torch.randint(0, config.vocab_size, (batch, sequence))
-        return {"input_ids": ids, "labels": torch.where(torch.rand(batch, sequence) < 0.1, -100, ids)}
-    if name.endswith("ForSequenceClassification"):
-        ids = torch.randint(0, config.vocab_size, (batch, sequence))
-        return {"input_ids": ids, "labels": torch.randint(0, classes, (batch,))}
-    if name.endswith("ForImageClassification"):
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
-        pixels = torch.randn(batch, channels, side, side)
-        return {"pixel_values": pixels, "labels": torch.randint(0, classes, (batch,))}
-    raise UnsupportedError(f"no inputs are known for hf:{name}; write a function that returns (model, inputs)")
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model, kwargs = hf.build(name, {"seed": seed, **settings})
+    return Built(model, (), kwargs)
 
 
 def as_double(value: Any) -> Any:

@@ -19,7 +19,9 @@ def rows(harness: Harness, model: str, world: int, *families: str) -> dict[str, 
 
 def tensors(row: Row, kind: str, phase: str) -> int:
     """Tensors that collectives of a kind carried in a phase, over all mesh axes: one each, without buckets."""
-    return sum(n for key, (n, _) in row.counted.items() if key.startswith(kind) and key.endswith(phase) and "other" not in key)
+    return sum(
+        n for key, (n, _) in row.counted.items() if key.startswith(kind) and key.endswith(phase) and "other" not in key
+    )
 
 
 def test_flops_of_all_ranks_are_those_of_one_device_where_axes_divide(harness: Harness) -> None:
@@ -47,7 +49,9 @@ def test_ddp_reduces_each_gradient_once(harness: Harness) -> None:
 def test_zero3_gathers_in_forward_and_backward_and_scatters_each_gradient_once(harness: Harness) -> None:
     found = rows(harness, "mlp-divisible", 2, "zero3", "fsdp-keep")
     assert tensors(found["zero3"], "all_gather", "forward") == 6
-    assert 2 <= tensors(found["zero3"], "all_gather", "backward") <= 3, "weights of the layers whose input needs a gradient"
+    assert 2 <= tensors(found["zero3"], "all_gather", "backward") <= 3, (
+        "weights of the layers whose input needs a gradient"
+    )
     assert tensors(found["zero3"], "reduce_scatter", "backward") == 6
     assert tensors(found["fsdp-keep"], "all_gather", "backward") == 0
 

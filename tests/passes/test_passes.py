@@ -140,6 +140,19 @@ def test_every_level_with_and_without_buckets_equals_the_whole_graph(
     assert max(errors(graph, found, run_whole(graph, values)).values()) < 1e-12
 
 
+def test_a_bias_is_added_inside_its_product() -> None:
+    model = nn.Sequential(nn.Linear(4, 10), nn.Flatten(0))
+    graph = capture(model, (INPUT,), loss_fn=torch.sum, double=True)
+    axes = analyse(graph)
+    whole = Plan(MESH, {n.name: ("", "") for n in graph.fx.nodes if computes(n)}, {
+        e.name: ParameterPlan(0, w := Layout.whole(axes.factors[e.node, 0]), w)
+        for e in graph.inputs if e.kind == "parameter"
+    })  # fmt: skip
+    ops = [str(n.target) for n in bound(graph, whole).forward.graph.nodes]
+    assert ops.count("aten.addmm.default") == 1
+    assert "aten.add.Tensor" not in ops
+
+
 def test_waits_stand_just_before_their_readers(graph: Graph) -> None:
     nodes = list(bound(graph, planned(graph, analyse(graph))).backward.graph.nodes)
     first = next(i for i, n in enumerate(nodes) if "all_reduce" in str(n.target))

@@ -1,0 +1,120 @@
+"""Whether a plan that somebody brings fits a graph: every op and parameter has its entry, and each of them is possible.
+
+In: a plan read from a file or edited by hand, a graph and its axes.  Out: nothing, or a `PlanError` that names the first
+thing that is wrong.  Next: `fingerprint.py`, which tells whether the plan was made for this graph at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.axes import Axes, Value, computes, source
+from autopar.choices import choice_of
+from autopar.errors import PlanError
+from autopar.graph import Graph
+from autopar.layout import Layout, conversion
+from autopar.placements import storable
+from autopar.plan import ParameterPlan, Plan
+from autopar.planner.units import input_layout
+
+AGAIN = "\n  try: plan again"
+
+
+def check_legal(plan: Plan, graph: Graph, axes: Axes, local: Iterable[str] = ()) -> None:
+    """Refuse a plan that the passes could not turn into a program of this graph."""
+    check_inputs(plan, graph, axes, frozenset(local))
+    check_covers(plan, graph)
+    check_parameters(plan, graph, axes)
+    check_ops(plan, graph, axes)
+
+
+def check_inputs(plan: Plan, graph: Graph, axes: Axes, local: frozenset[str]) -> None:
+    """The inputs that arrive in parts are those that the plan takes in parts."""
+    for entry in graph.inputs:
+        if entry.kind != "input":
+            continue
+        here = input_layout(axes, plan.mesh, entry.node, entry.node in local)
+        there = plan.inputs.get(entry.node, Layout.whole(axes.factors[entry.node, 0]))
+        if here != there:
+            how = "Local" if entry.node in local else "whole"
+            raise PlanError(f"{entry.name} is {how}, {here}, but the plan takes it as {there}{AGAIN}")
+
+
+def check_covers(plan: Plan, graph: Graph) -> None:
+    """Every parameter has its entry."""
+    for entry in graph.inputs:
+        if entry.kind == "parameter" and entry.name not in plan.parameters:
+            raise PlanError(f"the plan does not tell how {entry.name} is kept{AGAIN}")
+
+
+def check_parameters(plan: Plan, graph: Graph, axes: Axes) -> None:
+    """Every parameter is kept in layouts of its own shape that torch can hold and that follow from each other."""
+    for entry in graph.inputs:
+        if entry.kind != "parameter":
+            continue
+        kept = plan.parameters[entry.name]
+        for what, layout in (("home", kept.home), ("stored", kept.stored)):
+            if layout.factors != axes.factors[entry.node, 0]:
+                there = Layout.whole(axes.factors[entry.node, 0])
+                raise PlanError(f"parameters.{entry.name}.{what} is {layout}, but its dims are {there}{AGAIN}")
+            if not storable(layout, plan.mesh):
+                raise PlanError(
+                    f"parameters.{entry.name}.{what}: {layout} cannot be stored on {plan.mesh}: a device would have no "
+                    f"piece of it, or torch has no placements for it{AGAIN}"
+                )
+        check_level(entry.name, kept, plan)
+
+
+def check_level(name: str, kept: ParameterPlan, plan: Plan) -> None:
+    """Levels 0 and 3 have one layout; levels 1 and 2 gather the copy from what is stored."""
+    if kept.level in (0, 3) and kept.home != kept.stored:
+        raise PlanError(f"parameters.{name}: level {kept.level} has one layout, not {kept.home} and {kept.stored}{AGAIN}")
+    if conversion(kept.stored, kept.home, plan.mesh) is None:
+        raise PlanError(f"parameters.{name}: {kept.stored} cannot be brought into {kept.home}{AGAIN}")
+
+
+def check_ops(plan: Plan, graph: Graph, axes: Axes) -> None:
+    """Every op has roles it can play, and its operands can be brought to them."""
+    layouts: dict[Value, Layout] = {}
+    for entry in graph.inputs:
+        value = (entry.node, 0)
+        if entry.kind == "parameter":
+            kept = plan.parameters[entry.name]
+            layouts[value] = kept.stored if kept.level == 3 else kept.home
+    for node in graph.fx.nodes:
+        if not computes(node):
+            if node.op in ("placeholder", "get_attr"):
+                layouts.setdefault((node.name, 0), plan.inputs.get(node.name, Layout.whole(axes.factors[node.name, 0])))
+            continue
+        roles = plan.ops.get(node.name)
+        if roles is None or len(roles) != len(plan.mesh.names):
+            raise PlanError(f"the plan does not tell how %{node.name} runs{origin(node)}{AGAIN}")
+        found = choice_of(axes, node, tuple(roles), plan.mesh)
+        if found is None:
+            raise PlanError(f"ops.{node.name}: it cannot run as {list(roles)} on {plan.mesh}{origin(node)}{AGAIN}")
+        for value, wanted in zip(axes.operands(node), found.inputs, strict=True):
+            if conversion(layouts[value], wanted, plan.mesh) is None:
+                raise PlanError(
+                    f"ops.{node.name}: %{value[0]} is {layouts[value]} and cannot be brought into {wanted}"
+                    f"{origin(node)}{AGAIN}"
+                )
+        layouts |= {(node.name, i): layout for i, layout in enumerate(found.outputs)}
+    check_results(plan, graph, axes, layouts)
+
+
+def check_results(plan: Plan, graph: Graph, axes: Axes, layouts: dict[Value, Layout]) -> None:
+    """Gradients can leave as their parameters are stored, losses and buffers whole."""
+    for output in graph.outputs:
+        if output.node is None or output.kind not in ("gradient", "loss", "buffer"):
+            continue
+        value = source(graph.node(output.node))
+        layout = layouts.get(value)
+        target = plan.parameters[output.name].stored if output.kind == "gradient" else Layout.whole(axes.factors[value])
+        if layout is not None and conversion(layout, target, plan.mesh) is None:
+            raise PlanError(f"the {output.kind} of {output.name} is {layout} and cannot leave as {target}{AGAIN}")
+
+
+def origin(node: object) -> str:
+    """The user's line of a node, as a line of an error."""
+    line = getattr(node, "meta", {}).get("source")
+    return f"\n  from {line}" if line else ""
