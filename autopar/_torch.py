@@ -71,7 +71,8 @@ def compiling() -> Iterator[None]:
 class Joint:
     """A traced joint graph: for every placeholder and result what it is.
 
-    inputs    ("argument", index) or ("tangent", index of the output)
+    inputs    ("argument", index), ("tangent", index of the output), or ("changed", index of the argument) for the
+              gradient of an argument that is differentiable and changed in place
     results   ("output", index), ("gradient", index of the argument) or ("mutation", index of the argument)
     """
 
@@ -117,6 +118,10 @@ def _described(desc: Any) -> tuple[str, int]:
             return "argument", index
         case descriptors.TangentAOTInput(output=descriptors.PlainAOTOutput(idx=index)):
             return "tangent", index
+        case descriptors.TangentAOTInput(
+            output=descriptors.InputMutationAOTOutput(mutated_input=descriptors.PlainAOTInput(idx=index))
+        ):
+            return "changed", index
         case descriptors.PlainAOTOutput(idx=index):
             return "output", index
         case descriptors.GradAOTOutput(grad_of=descriptors.PlainAOTInput(idx=index)):
@@ -287,3 +292,15 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor has been written to in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    return [leaf for leaf in pytree.tree_iter(value) if isinstance(leaf, torch.Tensor)]
+
+
+def forget_meshes() -> None:
+    """Empty the caches in which DTensor keeps device meshes, and with them groups, that are equal but gone."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()

@@ -147,6 +147,7 @@ def capture(
         joint = traced(step, (*fakes, rng))
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
+    check_changes(joint, inputs)
     return normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
 
 
@@ -180,6 +181,22 @@ def check_constants(joint: _torch.Joint, parameters: Sequence[Named]) -> None:
                 f"{node.target} draws random numbers that differ between devices\n"
                 f"  from {node.meta.get('custom', {}).get('source', '')}\n"
                 "  try: dropout, rand, rand_like, randn, randn_like, bernoulli, or random numbers passed as an input"
+            )
+
+
+def check_changes(joint: _torch.Joint, inputs: Sequence[Input]) -> None:
+    """No parameter is changed in place while gradients flow through it, and every result is a dense tensor."""
+    for kind, index in joint.inputs:
+        if kind == "changed":
+            raise UnsupportedError(
+                f"the model changes {inputs[index].kind} {inputs[index].name} in place in its forward, which a program "
+                "does not do\n  try: change it between steps; for an embedding without max_norm"
+            )
+    for node in joint.graph.nodes:
+        if any(isinstance(t, Tensor) and t.layout != torch.strided for t in tree.flatten(node.meta.get("val"))[0]):
+            raise UnsupportedError(
+                f"{node.target} gives a sparse tensor, which cannot be spread over devices\n"
+                f"  from {node.meta.get('custom', {}).get('source', '')}\n  try: an embedding with sparse=False"
             )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,7 @@ class Device(_Strict):
 
 
 class Link(_Strict):
-    """One level of the network: groups of `devices` devices, a latency per message, bandwidth per device and direction."""
+    """One level of the network: groups of `devices` devices; latency a message, bandwidth a device and direction."""
 
     devices: Count
     latency_s: NotNegative
@@ -78,7 +79,7 @@ class ClusterSpec(_Strict):
     @model_validator(mode="after")
     def _levels_nest(self) -> ClusterSpec:
         sizes = [link.devices for link in self.links]
-        for inner, outer in zip(sizes, sizes[1:], strict=False):
+        for inner, outer in pairwise(sizes):
             if outer <= inner or outer % inner:
                 raise ValueError(f"links: a level of {outer} devices cannot consist of groups of {inner}")
         if sizes[-1] < self.devices:
@@ -104,12 +105,11 @@ class ClusterSpec(_Strict):
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """The same cluster with another number of devices."""
-        last = self.links[-1]
-        links = tuple(link for link in self.links if link.devices < devices)
-        widest = next((link for link in self.links if link.devices >= devices), last)
-        return parse({**self.model_dump(), "devices": devices, "links": [*links, widest.model_copy(update={"devices": devices})]
-                      if not links or devices % links[-1].devices == 0 else [widest.model_copy(update={"devices": devices})]},
-                     self.name)  # fmt: skip
+        inner = [link for link in self.links if link.devices < devices]
+        widest = next((link for link in self.links if link.devices >= devices), self.links[-1])
+        kept = inner if not inner or devices % inner[-1].devices == 0 else []
+        links = [*kept, widest.model_copy(update={"devices": devices})]
+        return parse({**self.model_dump(), "devices": devices, "links": links}, self.name)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ClusterSpec:
@@ -145,7 +145,7 @@ def load(path: Path) -> ClusterSpec:
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path}: cannot be read: {error}") from None
     try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)  # noqa: S506 (a safe loader)
+        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)  # a safe loader
     except (yaml.YAMLError, ValueError) as error:
         raise ClusterError(f"{path}: {str(error).replace(chr(10), ' ')}") from None
     if not isinstance(data, dict):
@@ -168,7 +168,9 @@ def _plain(value: Any) -> Any:
 
 def _sentence(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    return message if error["type"] in ("missing", "extra_forbidden") else f"{message} (found {error.get('input')!r})"[:200]
+    if error["type"] in ("missing", "extra_forbidden"):
+        return message
+    return f"{message} (found {error.get('input')!r})"[:200]
 
 
 def _sized(name: str, devices: int | None, hosts: int | None) -> ClusterSpec:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ def plan_command(
 
     target = Target.parse(model, hf.settings(settings), seed)
     where = read_cluster(cluster, devices, hosts)
+    started = time.perf_counter()
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(
             target,
@@ -74,12 +76,14 @@ def plan_command(
             seed=seed,
             progress=progress,
         )
+        seconds = time.perf_counter() - started
         if dump is not None:
             progress("writing the dump")
             write_dump(made, dump)
     if out is not None:
         files.save(made.plan, out)
     typer.echo(files.dumps(made.plan) if as_json else str(made.plan), nl=not as_json)
+    typer.echo(f"model to plan in {seconds:.1f} s", err=True)
     if dump is not None:
         typer.echo(f"dump in {dump}: " + ", ".join(sorted(p.name for p in dump.iterdir())), err=True)
 

@@ -1,7 +1,7 @@
 """Strategies written by hand, as constraints on what the planner may choose.
 
-In: sizes.  Out: `Strategy`: a mesh, which choices of an op and which ways to keep a parameter it allows, and whether a plan
-shows it.  Next: `planner/search.py`.
+In: sizes.  Out: `Strategy`: a mesh, which choices of an op and which ways to keep a parameter it allows, and whether a
+plan shows it.  Next: `planner/search.py`.
 
     ddp()                     the batch cut, parameters whole, gradients summed
     zero(1), zero(2), zero(3) the same, with optimizer state, gradients, parameters stored in pieces
@@ -167,7 +167,9 @@ def fsdp(n: int | None = None, *, reshard: bool = True) -> Strategy:
 
 def hsdp(replicate: int = 2, shard: int | None = None, *, reshard: bool = True) -> Strategy:
     """ZeRO 3 over groups of `shard` devices, with `replicate` copies of the whole."""
-    text = ", ".join([str(replicate)] + ([] if shard is None else [str(shard)]) + ([] if reshard else ["reshard=False"]))
+    text = ", ".join(
+        [str(replicate)] + ([] if shard is None else [str(shard)]) + ([] if reshard else ["reshard=False"])
+    )
     parts = (Part("data", "replicate", replicate), Part("data", "shard", shard, 3, not reshard))
     return Strategy(parts, f"hsdp({text})")
 

@@ -312,5 +312,7 @@ def certificate_lines(plan: Plan) -> Iterator[str]:
         if "step_s" in entry:
             slower = f", {entry['step_s'] / best:.2f} x" if best else ""
             yield f"lost: {entry['mesh']}  step {ms(entry['step_s'])} ms{slower}"
-        else:
+        elif "needed_bytes" in entry:
             yield f"lost: {entry['mesh']}  does not fit: it needs {size(entry['needed_bytes'])}"
+        else:
+            yield f"lost: {entry['mesh']}  {entry.get('untried', 'does not fit')}"

@@ -149,6 +149,13 @@ def paths(tree: Tree, at: str) -> list[str]:
     return [path for step, child in zip(steps, tree.children, strict=True) for path in paths(child, at + step)]
 
 
+def outline(tree: Tree) -> str:
+    """The types of a nest on one line: `tuple(list(., .), dict(.))`; where the leaves are is told by `paths`."""
+    if tree.type is None:
+        return "."
+    return f"{tree.type.__qualname__}({', '.join(map(outline, tree.children))})"
+
+
 def foreign_argument(value: Any, path: str) -> str:
     """Why a leaf among the arguments cannot be kept as a constant of a program; "" if it can."""
     if isinstance(value, (torch.Tensor, *ARGUMENTS)):

@@ -40,7 +40,7 @@ def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> flo
 
 
 def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:
-    """Seconds of one step of a conversion. Slices, and terms that are zero elsewhere, cost one pass over their result."""
+    """Seconds of one step of a conversion; slices, and terms that are zero elsewhere, cost a pass over their result."""
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
     launch = cluster.device.launch_s
     if step.free:

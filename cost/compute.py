@@ -41,7 +41,7 @@ def in_order(node: Any) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32" for torch.float32."""
+    """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -2,8 +2,8 @@
 
 In: an emitted `Program`, the optimizer's state.  Out: `Memory`, with the tensors alive at the peak.  Next: `price.py`.
 
-Sizes are those of the first device, which holds the largest piece of everything. A value lives from the node that makes it
-to the last node that reads it or a view of it; forward's results and gradients live to the end of the step.
+Sizes are those of the first device, which holds the largest piece of everything. A value lives from the node that makes
+it to the last node that reads it or a view of it; forward's results and gradients live to the end of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.cost.compute import owns
+from autopar.cost.staging import copies_slice, staging_elements
 from autopar.errors import PlanError
 from autopar.layout import Layout, Mesh
 from autopar.passes.markers import slice as slice_marker
@@ -36,8 +37,8 @@ def state_copies(optimizer: Any) -> float:
     name = getattr(optimizer, "__name__", str(optimizer))
     if name not in STATE_COPIES:
         raise PlanError(
-            f"the state of the optimizer {name} is not known; give optimizer=N, the number of tensors of the parameter's "
-            f"size in its state (AdamW: 2, SGD with momentum: 1)"
+            f"the state of the optimizer {name} is not known; give optimizer=N, the number of tensors of the "
+            f"parameter's size in its state (AdamW: 2, SGD with momentum: 1)"
         )
     return STATE_COPIES[name]
 
@@ -160,7 +161,9 @@ class _Lives:
         if node.target is operator.getitem:
             found = mine[node.args[0]]  # type: ignore[index]
             return [s for s in found if s[2] == node.args[1]] or found[:0]
-        if node.target is slice_marker or ("step" not in node.meta and not owns(node)):
+        if (node.target is slice_marker and not copies_slice(node.meta["step"], self.mesh)) or (
+            "step" not in node.meta and not owns(node)
+        ):
             return mine[node.args[0]] if isinstance(node.args[0], fx.Node) else []
         val = node.meta.get("val")
         tensors = list(val) if isinstance(val, (list, tuple)) else [val]
@@ -172,7 +175,18 @@ class _Lives:
                 self.source[storage] = node.meta.get("source", "")
                 self.first[storage] = self.last[storage] = now
                 out.append(storage)
+        self.stage(node, phase, now)
         return out
+
+    def stage(self, node: fx.Node, phase: str, now: int) -> None:
+        """The buffers of a collective, alive while it runs."""
+        if "step" not in node.meta:
+            return
+        elements = staging_elements(node.meta["step"], self.mesh)
+        storage = (phase, f"{node.name} in flight", 0)
+        self.bytes[storage] = elements * node.meta["val"].dtype.itemsize
+        self.source[storage] = node.meta.get("source", "")
+        self.first[storage] = self.last[storage] = now
 
     def timeline(self) -> tuple[Point, ...]:
         change = [0] * (len(self.names) + 2)

@@ -87,7 +87,7 @@ class _Binder:
             if isinstance(new, fx.Node) and "origin" not in new.meta:
                 new.meta["origin"] = old.name
         fresh.eliminate_dead_code()
-        sink_waits(fuse_bias(fresh))
+        sink_waits(fuse_bias(fresh), in_flight=1 if self.program.plan.bucket_bytes else 0)
         return fx.GraphModule(self.attributes(fresh), fresh)
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:

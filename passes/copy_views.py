@@ -49,7 +49,7 @@ def copy_views(graph: Graph) -> Graph:
         return again[node]
 
     for node in graph.fx.nodes:
-        backward = node.meta.get("phase") == "backward"
+        backward = node.op != "output" and node.meta.get("phase") == "backward"
         env[node] = fresh.node_copy(node, copied if backward else env.__getitem__)
         free = node.op == "placeholder" or (node.target in CHEAP and all(o in cheap for o in operands(node)))
         if free and not backward:

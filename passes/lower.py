@@ -140,7 +140,9 @@ class Lowering:
         kind = dict(step.before.pending)[step.axis]
         if step.kind == "all_reduce":
             return self.call(c10d.all_reduce.default, x, kind, group)
-        return self.call(c10d.reduce_scatter_tensor.default, x, kind, n, group)
+        started = self.call(c10d.reduce_scatter_tensor.default, x, kind, n, group)
+        started.meta["holds"] = self.count
+        return started
 
     def padded(self, step: Step) -> list[int]:
         """Sizes of one device's packed piece, factor by factor."""

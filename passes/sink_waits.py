@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 
-def sink_waits(graph: fx.Graph) -> fx.Graph:
+def sink_waits(graph: fx.Graph, in_flight: int) -> fx.Graph:
     """Move every wait, and what only unpacks its result, down to the first reader; a bucket is unpacked as a whole.
 
         %g   = all_reduce(%dw2);  %g_w = wait_tensor(%g)
@@ -17,7 +17,10 @@ def sink_waits(graph: fx.Graph) -> fx.Graph:
         %g_w = wait_tensor(%g)
         return %g_w
 
-    Needs: `meta["tail"]`, the number of the collective, on waits and what unpacks.  Leaves: the same values.
+    A reduce-scatter holds the whole gradient until it is waited for: at most `in_flight` of them go on at a time.
+
+    Needs: `meta["tail"]`, the number of the collective, on waits and what unpacks; `meta["holds"]`, the same number, on
+    the start of a reduce-scatter.  Leaves: the same values.
     """
     tails: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -36,10 +39,16 @@ def sink_waits(graph: fx.Graph) -> fx.Graph:
                     settle(source.meta["tail"], reader)
             reader.prepend(node)
 
+    going: list[int] = []
     for node in list(graph.nodes):
-        if "tail" not in node.meta:
-            for source in node.all_input_nodes:
-                if "tail" in source.meta:
-                    settle(source.meta["tail"], node)
+        if "tail" in node.meta:
+            continue
+        while len(going) > in_flight:
+            settle(going.pop(0), node)
+        for source in node.all_input_nodes:
+            if "tail" in source.meta:
+                settle(source.meta["tail"], node)
+        if "holds" in node.meta:
+            going.append(node.meta["holds"])
     graph.lint()
     return graph

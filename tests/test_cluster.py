@@ -56,7 +56,7 @@ def test_json_says_the_same_as_yaml(tmp_path: Path) -> None:
 def test_an_error_names_the_place_in_the_file(tmp_path: Path, old: str, new: str, place: str) -> None:
     assert old in TEXT
     path = written(tmp_path, TEXT.replace(old, new))
-    with pytest.raises(ClusterError, match="cluster.yaml: ") as caught:
+    with pytest.raises(ClusterError, match=r"cluster\.yaml: ") as caught:
         ClusterSpec.load(path)
     assert place in str(caught.value)
 
@@ -64,7 +64,7 @@ def test_an_error_names_the_place_in_the_file(tmp_path: Path, old: str, new: str
 def test_a_missing_or_broken_file_is_a_cluster_error(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="cannot be read"):
         ClusterSpec.load(tmp_path / "none.yaml")
-    with pytest.raises(ClusterError, match="broken.yaml"):
+    with pytest.raises(ClusterError, match=r"broken\.yaml"):
         ClusterSpec.load(written(tmp_path, "a: [1", "broken.yaml"))
     with pytest.raises(ClusterError, match="expected a mapping, found list"):
         ClusterSpec.load(written(tmp_path, "- 1"))

@@ -2,20 +2,21 @@
 
 In: a `Programme`, a budget.  Out: `Found`: a plan, its program, its memory, a bound.  Next: `watch.py`.
 
-Without memory rows the relaxation of the programme is almost always whole, so one linear programme is enough. Where that
-plan does not fit, rows of the points at which it does not are added and the programme is solved again, until the emitted
-program fits by the exact sweep of its tensors: the rows never exclude what fits, so the last solution is the best one.
+Without memory rows the relaxation of the programme is almost always whole, so one linear programme is enough. Where
+that plan does not fit, rows of the points at which it does not are added and the programme is solved again, until the
+emitted program fits by the exact sweep of its tensors: the rows never exclude what fits, so the last solution is the
+best one.
 
-With rows the relaxation is fractional. A small programme is branched whole. A large one is branched over its kernel: the
-options that the relaxation uses, or that are best once memory has a price (the rows' dual prices, and multiples of them);
-the relaxation still gives the bound.
+With rows the relaxation is fractional. A small programme is branched whole. A large one is branched over its kernel:
+the options that the relaxation uses, or that are best once memory has a price (the rows' dual prices, and multiples of
+them); the relaxation still gives the bound.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.memory import Memory, memory, state_copies
 from autopar.passes import emit
@@ -30,7 +31,7 @@ BRANCHED_WHOLE = 1500  # variables
 MULTIPLES = (1.0, 3.0, 10.0, 100.0)
 SUPPORT = 1e-6
 ROUNDS = 16
-PATIENCE = 3  # rounds that are granted beyond the time limit
+LEAST_S = 20.0  # for a first solution where there must be one
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ class Found:
 
 @dataclass
 class Budgeted:
-    """One programme under one budget."""
+    """One programme under one budget; above `cutoff` seconds nobody is interested."""
 
     programme: Programme
     budget: float
     optimizer: object
     local: frozenset[str] = frozenset()
     seed: int = 0
+    cutoff: float = float("inf")
     kernel: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -67,12 +69,14 @@ class Budgeted:
             solution = self.minimise(max(1.0, stop - time.monotonic()))
             if not solution.found:
                 return self.best or Found(solution, rounds=rounds)
+            if solution.bound >= self.cutoff:
+                return Found(replace(solution, status="cut off"), rounds=rounds)
             found = self.emitted(solution, rounds)
             assert found.memory is not None and found.program is not None
             if found.memory.peak <= self.budget:
                 better = self.best is None or solution.objective < self.best.solution.objective
                 return found if better or self.best is None else self.best
-            if time.monotonic() > stop and (self.best is not None or rounds > PATIENCE):
+            if time.monotonic() > stop:
                 return self.best or Found(Solution("unknown", bound=self.bound), rounds=rounds)
             rounds += 1
             self.watch.add(found.program, found.memory, solution, self.budget)
@@ -95,6 +99,8 @@ class Budgeted:
         self.bound = max(self.bound, relaxed.bound)
         self.kernel |= self.support(relaxed)
         for multiple in MULTIPLES:
+            if time.monotonic() - started > time_limit / 2:
+                break
             priced = self.priced(relaxed.prices, multiple, time_limit)
             if priced.found:
                 self.kernel |= self.support(priced)
@@ -104,7 +110,7 @@ class Budgeted:
         left = max(1.0, time_limit - (time.monotonic() - started)) / 2
         closed = [v for v in model.binaries if v not in self.kernel]
         best = model.branch(left, self.seed, closed)
-        if not best.found:
+        if not best.found and time.monotonic() - started < time_limit:
             best = model.branch(left, self.seed)
         seconds = time.monotonic() - started
         return Solution(best.status, best.values, best.objective, min(self.bound, best.objective), seconds, True)
@@ -133,7 +139,6 @@ class Budgeted:
             return model.relax(time_limit, self.seed, costs)
 
 
-
 @dataclass
 class Smallest:
     """The plan of one programme that needs the least memory, found by minimising the bound of the same rows."""
@@ -147,7 +152,9 @@ class Smallest:
         """The least peak that was found, proved or not, when the time is up."""
         stop, model = time.monotonic() + time_limit, self.programme.model
         search = Budgeted(self.programme, float("inf"), self.optimizer, self.local, self.seed)
-        first = model.minimise(time_limit, self.seed)
+        first = model.minimise(max(time_limit, LEAST_S), self.seed)
+        if not first.found:
+            return Found(first)
         best = search.emitted(first, 0)
         assert best.memory is not None and best.program is not None
         ceiling = model.variable(upper=1e9)

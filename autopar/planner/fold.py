@@ -3,8 +3,8 @@
 In: a graph and its factors.  Out: a key per node; equal keys share.  Next: `units.py`.
 
 A block is what stands under one index of a list of modules ("h.0", "h.1", ...). Nodes at the same place of two blocks
-share when they also have the same op, letters and sizes, hence the same choices. Chains of single layers are not blocks:
-a plan may well want to cut every other one differently.
+share when they also have the same op, letters and sizes, hence the same choices. Chains of single layers are not
+blocks: a plan may well want to cut every other one differently.
 """
 
 from __future__ import annotations

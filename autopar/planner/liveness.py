@@ -4,11 +4,11 @@ In: a `Programme`, a point in time.  Out: terms (variable, bytes) whose sum is w
 Next: `search.py`, which adds such a row wherever an emitted program is over its budget.
 
 A point is (position of a unit, operand + j STEP): step j of the conversion of that operand is being made, or (position,
-RUNS): the unit runs. The source of an edge is alive until the edge's conversion is made or, where the
-layouts agree, until its target has run; a converted copy from its first reader's conversion to its last reader; what a view
-reads as long as the view is. Each of these "alive" is a maximum of sums of variables, so it gets a variable of its own
-that is at least each of them. What happens within one conversion of several steps is left out: the row is never too
-large, and the exact sweep of `cost/memory.py` has the last word.
+RUNS): the unit runs. The source of an edge is alive until the edge's conversion is made or, where the layouts agree,
+until its target has run; a converted copy from its first reader's conversion to its last reader; what a view reads as
+long as the view is. Each of these "alive" is a maximum of sums of variables, so it gets a variable of its own that is
+at least each of them. What an op emitted as a subgraph holds inside is left out: the row is never too large, and the
+exact sweep of `cost/memory.py` has the last word.
 """
 
 from __future__ import annotations
@@ -102,7 +102,13 @@ class Liveness:
     def _edge_signature(self, edge: Edge, time: Time) -> tuple[object, ...]:
         target = self.programme.problem.units[edge.target]
         deep = str(self.signature(target, 0, time)) if target.free and target.index < time[0] else ""
-        return edge.shape, self.converted(edge, "") < time, self.converted(edge, "") <= time, self.used(edge) >= time, deep
+        return (
+            edge.shape,
+            self.converted(edge, "") < time,
+            self.converted(edge, "") <= time,
+            self.used(edge) >= time,
+            deep,
+        )
 
     def held(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[float, Terms]]:
         """(bytes, alive) of a value in every layout in which it may be alive at a point."""

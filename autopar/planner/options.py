@@ -29,7 +29,7 @@ def storable(layout: Layout, mesh: Mesh) -> bool:
 
 
 def shard(layout: Layout, axis: str, mesh: Mesh) -> Layout | None:
-    """`layout` cut by one more axis: where it divides evenly, or else where no piece is empty; the outermost such place."""
+    """`layout` cut by one more axis: where it divides evenly, else where no piece is empty; outer places first."""
     fitting: list[tuple[bool, tuple[int, int], Layout]] = []
     for place, size, cut in layout.places():
         longer = (*cut, axis)

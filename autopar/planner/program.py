@@ -4,9 +4,9 @@ In: a `Problem`.  Out: the cheapest decision for every unit, with a bound.  Next
 
 Sets
     c        classes of units; o in O(c) options of a class; n(c) units in it
-    k        classes of edges, from result r of class c to operand i of class d; S(k) distinct layouts in which options of
-             c hand the value over, T(k) distinct layouts in which options of d want it
-    g        values: a result and its readers in one phase (one module of one phase where a ZeRO-3 parameter is gathered)
+    k        classes of edges, from result r of class c to operand i of class d; S(k) distinct layouts in which options
+             of c hand the value over, T(k) distinct layouts in which options of d want it
+    g        values: a result and its readers in one phase (in one module too where a ZeRO-3 parameter is gathered)
 
 Variables
     x[c, o]        one-hot: the option of a class                                       (0 or 1)
@@ -174,7 +174,6 @@ class Programme:
                     self.model.forbid(v)
             return
         made = {pair: self.model.variable() for pair in paths}
-        self.model.late.update(v for pair, v in made.items() if len(paths[pair]) > 1)
         self.flow[k] = [Flow(sources[i], targets[j], (made[i, j],), path) for (i, j), path in paths.items()]
         for side, ends in ((0, handed), (1, wanted)):
             into: list[list[tuple[int, float]]] = [[(v, -1.0) for v in variables] for variables in ends.values()]
@@ -216,14 +215,14 @@ class Programme:
         for key, by_edge in uses.items():
             seconds = count * sum(self.step_s(step, itemsize) for step in paths[key])
             if len(by_edge) == 1:
-                for v in next(iter(by_edge.values())):
-                    self.model.cost(v, seconds)
+                for shared in by_edge.values():
+                    for v in shared:
+                        self.model.cost(v, seconds)
                 continue
             y = self.model.variable()
             self.model.cost(y, seconds)
-            for variables in by_edge.values():
-                self.model.row([(y, 1.0), *((v, -1.0) for v in variables)], 0.0)
-                self.model.shared.update((v, y) for v in variables if v in self.model.late)
+            for shared in by_edge.values():
+                self.model.row([(y, 1.0), *((v, -1.0) for v in shared)], 0.0)
 
     def step_s(self, step: Step, itemsize: int) -> float:
         """Seconds of a step; steps are made once a mesh, so they are known by identity."""

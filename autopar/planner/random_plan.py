@@ -23,7 +23,7 @@ ATTEMPTS = 200
 def random_plan(
     graph: Graph, axes: Axes | None, mesh_choices: Sequence[Mesh], seed: int, *, local: Iterable[str] = ()
 ) -> Plan:
-    """One legal plan: mesh and order of its axes, choice of every op, level and storage of every parameter, all uniform.
+    """One legal plan, uniform over meshes and their axes' order, choices of ops, levels and storage of parameters.
 
     An op is drawn again while some operand cannot be brought into the layout it wants (a pending maximum, say).
     """
@@ -55,7 +55,9 @@ def random_plan(
         value = source(graph.node(output.node))
         layout = layouts.get(value)
         target = parameters[output.name].stored if output.kind == "gradient" else Layout.whole(axes.factors[value])
-        assert layout is None or conversion(layout, target, mesh) is not None, f"%{output.node} cannot leave as {target}"
+        assert layout is None or conversion(layout, target, mesh) is not None, (
+            f"%{output.node} cannot leave as {target}"
+        )
     inputs = {name: input_layout(axes, mesh, name, True) for name in sorted(named)}
     return Plan(mesh, MappingProxyType(ops), MappingProxyType(parameters), MappingProxyType(inputs))
 

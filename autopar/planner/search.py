@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,13 +19,15 @@ from autopar.errors import NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import Mesh
 from autopar.plan import ParameterPlan, Plan
-from autopar.planner.budget import Budgeted, Smallest
+from autopar.planner.budget import Budgeted, Found, Smallest
 from autopar.planner.program import Programme
 from autopar.planner.units import FREE, Problem, problem
 
 NAMES = ("data", "model")
+SOLVING = 0.7  # of the time that is left goes to one mesh; the rest to finding what would fit
 
 BUCKET_BYTES = 25 * 2**20
+SPARE_BYTES = 2**20  # with less left over nothing is bucketed
 BUCKET_COPIES = 6  # a bucket of up to twice its size: what goes in, what is sent, what arrives
 
 
@@ -60,69 +62,124 @@ def plan(
     memory_bytes  budget of one device; by default the cluster's
     optimizer     its class, name, or the number of parameter-sized tensors in its state
     local         names of input nodes that arrive cut along dim 0
-    stored        parameters that are kept in a given way already (by first name); needs their mesh
-    stored        parameters that are kept in one way already (another program of the same module decided so)
+    stored        parameters, by first name, that are kept in one way already because another program of the same module
+                  decided so; needs its mesh
 
     Raises NoPlan if nothing fits, UnsupportedError if the strategy cannot be followed.
     """
     axes = analyse(graph) if axes is None else axes
     budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    found, certificate, refused = None, [], None
     candidates = [mesh] if mesh is not None else meshes(cluster.devices)
-    if strategy is not None:
-        candidates = [strategy.mesh(cluster.devices)] if mesh is None else [mesh]
-    started = time.monotonic()
+    if strategy is not None and mesh is None:
+        candidates = [strategy.mesh(cluster.devices)]
+    started, known = time.monotonic(), Known(budget, optimizer, seed, frozenset(local))
+
+    def left() -> float:
+        return max(1.0, time_limit - (time.monotonic() - started))
+
+    failed = []
     for candidate in candidates:
+        if known.best is not None and left() <= 1.0:
+            known.tried.append({"mesh": str(candidate), "untried": "the time limit was reached"})
+            continue
         restriction = FREE if strategy is None else strategy.restriction(graph, axes, candidate)
         restriction = replace(restriction, stored=MappingProxyType(dict(stored or {})))
         made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
-        left = max(1.0, time_limit - (time.monotonic() - started))
-        try:
-            one = solve(made, budget, optimizer, left, seed, frozenset(local))
-        except NoPlan as error:
-            certificate.append({"mesh": str(candidate), "needed_bytes": error.needed_bytes})
-            refused = error if refused is None or error.needed_bytes < refused.needed_bytes else refused
-            continue
-        certificate.append({"mesh": str(candidate), "step_s": one.costs["step_s"], **one.certificate})
-        if found is None or one.costs["step_s"] < found.costs["step_s"] * (1 - 1e-9):
-            found = one
-    if found is None:
-        assert refused is not None
-        raise refused
+        if not solve(made, known, SOLVING * left()):
+            failed.append(made)
+    if known.best is None:
+        smallest(failed, known, max(left(), (1 - SOLVING) * time_limit))
+    found = known.best
+    assert found is not None
     if strategy is not None and not strategy.shows(found):
         raise UnsupportedError(f"{strategy} finds nothing to cut in this model on {found.mesh}")
-    total = {"seconds": time.monotonic() - started, "tried": certificate}
+    total = {"seconds": time.monotonic() - started, "tried": known.tried}
     return replace(found, certificate=MappingProxyType({**found.certificate, **total}))
 
 
-def solve(
-    made: Problem, budget: float, optimizer: Any, time_limit: float, seed: int, local: frozenset[str]
-) -> Plan:
-    """The fastest plan on one mesh that fits."""
+@dataclass
+class Known:
+    """What one search is for, and what it knows so far: the best plan, and what became of every mesh."""
+
+    budget: float
+    optimizer: Any
+    seed: int
+    local: frozenset[str]
+    best: Plan | None = None
+    tried: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, made: Problem, programme: Programme, found: Found) -> None:
+        """Note the plan of one mesh; keep it if it is the fastest."""
+        one = finished(made, programme, found, self.budget)
+        self.tried.append({"mesh": str(made.mesh), "step_s": one.costs["step_s"], **one.certificate})
+        if self.best is None or one.costs["step_s"] < self.best.costs["step_s"] * (1 - 1e-9):
+            self.best = one
+
+
+def solve(made: Problem, known: Known, time_limit: float) -> bool:
+    """Note the fastest plan on one mesh that fits; false where there is none.
+
+    A mesh whose bound is above the best plan so far has lost, whatever it needs in memory.
+    """
     programme = Programme(made)
-    found = Budgeted(programme, budget, optimizer, local, seed).solve(time_limit)
+    cutoff = float("inf") if known.best is None else known.best.costs["step_s"]
+    search = Budgeted(programme, known.budget, known.optimizer, known.local, known.seed, cutoff)
+    found = search.solve(time_limit)
+    if found.solution.status == "cut off":
+        known.tried.append({"mesh": str(made.mesh), "step_s": found.solution.bound, "bound_s": found.solution.bound})
+        return True
     if found.plan is None:
-        found = Smallest(Programme(made), optimizer, local, seed).solve(time_limit)
+        if known.best is not None:
+            known.tried.append({"mesh": str(made.mesh)})
+        return known.best is not None
+    known.add(made, programme, found)
+    return True
+
+
+def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
+    """The plans that need least, if one of them fits after all; otherwise refuse with the least of their needs."""
+    least: list[tuple[int, Problem, Found]] = []
+    for made in failed:
+        programme = Programme(made)
+        found = Smallest(programme, known.optimizer, known.local, known.seed).solve(time_limit / len(failed))
+        if found.memory is None:
+            continue
+        least.append((found.memory.peak, made, found))
+        if found.memory.peak <= known.budget:
+            known.add(made, programme, found)
+    if known.best is None:
+        if not least:
+            raise NoPlan(
+                f"no plan was found within the time limit; the budget is {_gib(known.budget)}", 0, int(known.budget)
+            )
+        _, made, found = min(least, key=lambda entry: entry[0])
         assert found.memory is not None
-        if found.memory.peak > budget:
-            raise too_small(made, found.memory, budget)
+        raise too_small(made, found.memory, known.budget)
+
+
+def finished(made: Problem, programme: Programme, found: Found, budget: float) -> Plan:
+    """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
     paid = price(found.program, made.graph, made.axes, made.cluster)
     costs = {**paid, "peak_bytes": float(found.memory.peak), "budget_bytes": float(budget)}
     costs |= {f"{kind}_bytes": float(n) for kind, n in found.memory.persistent.items()}
-    solution = found.solution
+    solution, step_s = found.solution, paid["step_s"]
     certificate = {
-        "objective_s": paid["step_s"], "bound_s": min(solution.bound, paid["step_s"]),
-        "gap": max(0.0, 1 - solution.bound / paid["step_s"]) if paid["step_s"] else 0.0, "rounds": found.rounds,
-        "solve_s": solution.seconds, "variables": programme.model.size, "rows": programme.model.rows,
+        "objective_s": step_s,
+        "bound_s": max(0.0, min(solution.bound, step_s)),
+        "gap": max(0.0, 1 - max(0.0, solution.bound) / step_s) if step_s else 0.0,
+        "rounds": found.rounds,
+        "solve_s": solution.seconds,
+        "variables": programme.model.size,
+        "rows": programme.model.rows,
         "programme_s": solution.objective,
-    }  # fmt: skip
-    spare = int(budget - found.memory.peak)
+    }
+    spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
     return replace(
         found.plan,
         costs=MappingProxyType(costs),
         certificate=MappingProxyType(certificate),
-        bucket_bytes=min(BUCKET_BYTES, spare // BUCKET_COPIES),
+        bucket_bytes=min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0,
     )
 
 
@@ -136,7 +193,9 @@ def too_small(made: Problem, least: Memory, budget: float) -> NoPlan:
     held = sorted(((n, kind) for kind, n in least.persistent.items() if n), reverse=True)
     lines.append("  it stays: " + ", ".join(f"{kind} {_gib(n)}" for n, kind in held))
     for tensor in least.alive[:3]:
-        lines.append(f"  and then %{tensor.name}: {_gib(tensor.bytes)}" + (f", from {tensor.source}" if tensor.source else ""))
+        lines.append(
+            f"  and then %{tensor.name}: {_gib(tensor.bytes)}" + (f", from {tensor.source}" if tensor.source else "")
+        )
     lines.append(f"  try: memory_bytes={least.peak}, more devices, or a smaller batch")
     return NoPlan("\n".join(lines), least.peak, int(budget))
 

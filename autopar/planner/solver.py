@@ -5,12 +5,14 @@ In: variables, rows, a time limit.  Out: `Solution`, with a bound.  Next: `progr
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-import numpy as np
 from ortools.math_opt import model_pb2, result_pb2
 from ortools.math_opt.core.python import solver as core
 from ortools.math_opt.python import mathopt
@@ -21,7 +23,6 @@ from autopar.errors import SolverError
 Reason = result_pb2.TerminationReasonProto
 FRACTION = 1e-6
 GAP = 1e-7
-TOLERANCE = 1e-9  # of the objective, for reduced costs
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,7 @@ class Solution:
 
 @dataclass
 class Model:
-    """A minimisation; variables are numbers, rows are sums of (variable, factor) between two bounds.
-
-    late     variables that relaxations leave out until they pay; `shared`: the variable that carries the price of one
-    """
+    """A minimisation; variables are numbers, rows are sums of (variable, factor) between two bounds."""
 
     upper: list[float] = field(default_factory=list)
     binaries: list[int] = field(default_factory=list)
@@ -66,8 +64,6 @@ class Model:
     row_ids: list[int] = field(default_factory=list)
     column_ids: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
-    late: set[int] = field(default_factory=set)
-    shared: dict[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -110,42 +106,8 @@ class Model:
         return made
 
     def relax(self, time_limit: float, seed: int = 0, costs: Mapping[int, float] | None = None) -> Solution:
-        """The programme with yes-or-no variables anywhere between: a bound, and the prices of rows.
-
-        Late variables come in as they pay (column generation); the last solution is one of the whole programme.
-        """
-        started = time.monotonic()
-        costs = self.costs if costs is None else costs
-        while True:
-            left = max(1.0, time_limit - (time.monotonic() - started))
-            solution = self._solve(False, left, seed, costs, frozenset(self.late))
-            if solution.status != "optimal" and self.late:
-                self.late.clear()
-                continue
-            paying = self.paying(solution, costs) if solution.found else set()
-            self.late -= paying
-            if not paying:
-                return replace(solution, seconds=time.monotonic() - started)
-
-    def paying(self, solution: Solution, costs: Mapping[int, float]) -> set[int]:
-        """Late variables that would make a solution cheaper.
-
-        One whose price stands on a shared variable pays only where all who share it outweigh what is left of that price.
-        """
-        if not self.late:
-            return set()
-        reduced = np.zeros(self.size)
-        reduced[list(costs)] = list(costs.values())
-        prices = np.zeros(self.rows)
-        prices[list(solution.prices)] = list(solution.prices.values())
-        np.subtract.at(reduced, self.column_ids, np.asarray(self.factors) * prices[self.row_ids])
-        small = TOLERANCE * max(abs(solution.objective), 1e-12)
-        wanting = [v for v in self.late if reduced[v] < -small]
-        shares: dict[int, float] = {}
-        for v in wanting:
-            if v in self.shared:
-                shares[self.shared[v]] = shares.get(self.shared[v], 0.0) - reduced[v]
-        return {v for v in wanting if v not in self.shared or shares[self.shared[v]] > reduced[self.shared[v]] + small}
+        """The programme with yes-or-no variables anywhere between: a bound, and the prices of rows."""
+        return self._solve(False, time_limit, seed, self.costs if costs is None else costs, frozenset())
 
     def branch(self, time_limit: float, seed: int = 0, closed: Iterable[int] = ()) -> Solution:
         """The programme as it is, perhaps with some variables kept at 0."""
@@ -236,12 +198,27 @@ class Model:
 
 
 def run(model: model_pb2.ModelProto, parameters: mathopt.SolveParameters) -> result_pb2.SolveResultProto:
-    """Hand a programme to HiGHS. The wrapped `mathopt.solve` spends as long on reading a basis as HiGHS on the solving."""
+    """Hand a programme to HiGHS; `mathopt.solve`, which wraps this, takes as long to read a basis as HiGHS to solve."""
     try:
-        return core.solve(
+        with quiet():
+            return core.solve(
             model, mathopt.SolverType.HIGHS.value, mathopt.StreamableSolverInitArguments().to_proto(),
             parameters.to_proto(), mathopt.ModelSolveParameters().to_proto(), None,
             mathopt.CallbackRegistration().to_proto(), None, None,
         )  # fmt: skip
     except (StatusNotOk, RuntimeError, ValueError) as error:
         raise SolverError(f"HiGHS failed: {error}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep off standard output, for a while, the lines that HiGHS prints there whatever it is told."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -3,15 +3,15 @@
 In: a graph, its factors, a mesh, a cluster, restrictions.  Out: `Problem`.  Next: `program.py`.
 
 A unit is an op (its options are its choices), a graph input (one option), a parameter (its options are the ways to keep
-it; it reads its own gradient and hands out its compute copy) or a sink (loss, other outputs, buffers). Units of one class
-share the decision.
+it; it reads its own gradient and hands out its compute copy) or a sink (loss, other outputs, buffers). Units of one
+class share the decision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ from autopar.planner.options import options as parameter_options
 from autopar.rules.core import operands, results
 
 State = tuple[Layout, str]
-"""A layout at one end of an edge, and how it is handed over. Where the edge starts: "" | "use" (level 3: gathered for every
-use) | "keep" (level 3: gathered once a module); where it ends: "" | "end" (level 1: converted when backward ends) |
-"settled" (an output: as computed, without pending sums)."""
+"""A layout at one end of an edge, and how it is handed over. Where the edge starts: "" | "use" (level 3: gathered for
+every use) | "keep" (level 3: gathered once a module); where it ends: "" | "end" (level 1: converted when backward ends)
+| "settled" (an output: as computed, without pending sums)."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class _Builder:
                     pending_parameters.append((node, entry))
                     self.unit(node.name, "parameter", node, None)
                 else:
-                    self.unit(node.name, "input", node, self.once(node.name, lambda n=node: self.input_options(n)))
+                    self.unit(node.name, "input", node, self.once(node.name, partial(self.input_options, node)))
             elif computes(node):
                 key = self.keys.get(node.name, node.name)
-                unit = self.unit(node.name, "op", node, self.once(("op", key), lambda n=node: self.op_options(n)))
+                unit = self.unit(node.name, "op", node, self.once(("op", key), partial(self.op_options, node)))
                 for operand, value in enumerate(made.axes.operands(node)):
                     self.edge(value, unit, operand)
         self.parameters(pending_parameters)
@@ -234,7 +234,7 @@ class _Builder:
         return tuple(found.values())
 
     def input_options(self, node: fx.Node) -> tuple[Option, ...]:
-        return (Option((), ((self.input_layout(node),  ""),), 0.0, None),)
+        return (Option((), ((self.input_layout(node), ""),), 0.0, None),)
 
     def input_layout(self, node: fx.Node) -> Layout:
         return input_layout(self.made.axes, self.made.mesh, node.name, node.name in self.local)
@@ -254,7 +254,7 @@ class _Builder:
             fixed, name = self.restriction.stored.get(entry.name), pattern(entry.name, self.prefixes)
             key = ("parameter", name, factors, unit.itemsizes, has_gradient, tuple(sorted(set(uses))), fixed)
             wanted = [o.inputs[k][0] for c, k in uses for o in made.options[c]]
-            unit.shape = self.once(key, lambda f=factors, w=wanted, e=entry, u=unit, g=has_gradient: self.keeping(f, w, e, u, g))
+            unit.shape = self.once(key, partial(self.keeping, factors, wanted, entry, unit, has_gradient))
             if has_gradient:
                 self.edge(source(made.graph.node(str(gradients[entry.name]))), unit, 0)
 
@@ -293,7 +293,7 @@ class _Builder:
             else:
                 ways = (Option(((Layout.whole(factors), ""),), (), 0.0, None),)
             phase = "backward" if output.kind == "input_gradient" else "forward"
-            shape = self.once(("sink", i), lambda w=ways: w)
+            shape = self.once(("sink", i), partial(tuple, ways))
             self.edge(value, self.unit(f"output {i}", output.kind, None, shape, phase), 0)
         self.class_edges()
 

@@ -2,9 +2,9 @@
 
 In: an emitted program that is over its budget.  Out: rows in the programme that rule it out.  Next: `liveness.py`.
 
-A row of a point bounds what every decision holds there. Where an emitted program is over the budget at a point that has its
-row already, the row left something out: what an op emitted as a subgraph, or a conversion, holds for a moment. A small
-programme then forbids that one decision; a large one adds what was left out to the row, as bytes of the op's option.
+A row of a point bounds what every decision holds there. Where an emitted program is over the budget at a point that has
+its row already, the row left something out: what an op emitted as a subgraph holds for a moment. A small programme then
+forbids that one decision; a large one adds what was left out to the row, as bytes of the op's option.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Watch:
             if "step" not in readers[0].meta:
                 reader = readers[0]
                 unit = self.units[origin(reader)]
-                place = [o for o in operands(reader)].index(after) if after in operands(reader) else 0
+                read = list(operands(reader))
+                place = read.index(after) if after in read else 0
                 return unit.index, place + step * STEP
             after = readers[0]
 

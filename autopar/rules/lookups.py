@@ -20,14 +20,20 @@ rule(
     local={"v": local.embedding},
     names={"v": "vocab", "d": "model"},
 )
-rule(
-    aten.embedding_dense_backward.default,
-    "... d, ... -> v d",
-    linear="0",
-    positional="v",
-    local={"v": local.embedding_backward},
-    names={"v": "vocab", "d": "model"},
-)
+@computed(aten.embedding_dense_backward.default, "... d, ... -> v d")
+def embedding_dense_backward(node: fx.Node) -> Instance:
+    """With scale_grad_by_freq a row is divided by how often it occurs in all indices, which no piece of them tells."""
+    by_frequency = len(args_of(node)) > 4 and bool(args_of(node)[4])
+    indices = " ".join(f".{i}" for i in range(operands(node)[1].meta["val"].dim()))
+    return instantiate(
+        node,
+        "... d, ... -> v d",
+        whole=f"{indices} v" if by_frequency else "",
+        linear="0",
+        positional="v",
+        local={"v": local.embedding_backward},
+        names={"v": "vocab", "d": "model"},
+    )
 
 
 @computed(aten.gather.default, "... k, ... q -> ... q")

@@ -35,5 +35,6 @@ def run_whole(node: fx.Node) -> Instance:
         return out
 
     inputs = tuple(dims(o.meta["val"], f"i{i}.") for i, o in enumerate(operands(node)))
-    outputs = tuple(dims(t, f"o{i}.") for i, t in enumerate(results(node)) if isinstance(t, torch.Tensor))
+    made = enumerate(results(node))
+    outputs = tuple(dims(t, f"o{i}.") if isinstance(t, torch.Tensor) else () for i, t in made)
     return Instance(inputs, outputs, sizes, whole=frozenset(sizes))

@@ -25,7 +25,7 @@ from autopar.runtime.bits import checksum
 from autopar.runtime.local import Local, joined
 from autopar.runtime.parameters import Slots
 from autopar.runtime.world import World
-from autopar.tree import Tree, flatten, foreign_argument, paths
+from autopar.tree import Tree, flatten, foreign_argument, outline, paths
 
 LEAF = ("args", "kwargs")  # what the name of a leaf begins with
 LOCALS = 8  # lengths of Local inputs that the first comparison has room for
@@ -42,6 +42,7 @@ class TensorLeaf:
 
     def __str__(self) -> str:
         text = f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+        text += " requires_grad" if self.requires_grad else ""
         return f"Local({text})" if self.local else text
 
 
@@ -199,6 +200,7 @@ def with_global_lengths(call: Call, lengths: list[list[int]]) -> tuple[Any, ...]
 def describe(call: Call, state: Mode, values: bool) -> str:
     """What must be the same on all ranks, one line a thing, the name first."""
     lines, hashes = [], []
+    structure = f"structure of the arguments\t{outline(call.tree)}"
     tensors = iter(call.tensors)
     for path, leaf in zip(leaf_names(call.tree), call.leaves, strict=True):
         text = leaf_text(leaf)
@@ -210,6 +212,7 @@ def describe(call: Call, state: Mode, values: bool) -> str:
                 hashes.append(f"hash of the values of {path}\t{checksum(tensor) & (2**64 - 1):016x}")
         lines.append(f"{path}\t{text}")
     training, trainable, autocast, gradients = state
+    lines.append(structure)
     lines.append(f"training flags\t{''.join('01'[flag] for flag in training)}")
     lines.append(f"requires_grad of parameters\t{''.join('01'[flag] for flag in trainable)}")
     lines.append(f"autocast\t{autocast or 'off'}")

@@ -208,9 +208,12 @@ def _join(rank: int, backend: str, group: tuple[int, str], timeout: float) -> No
 
     import torch.distributed as dist
 
+    from autopar._torch import forget_meshes
+
     world, file = group
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit)

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar import files
@@ -24,7 +23,7 @@ from autopar.program import Program
 from autopar.verify.compare import KINDS, Error, compare
 from autopar.verify.count import Counts
 from autopar.verify.reference import own, read
-from autopar.verify.steps import RATES, make_optimizer, train
+from autopar.verify.steps import RATES, leaves, loss_of, make_optimizer, train
 from autopar.verify.target import Target
 
 
@@ -136,8 +135,6 @@ def per_step(counts: Counts, optimizer: str, steps: int) -> tuple[dict[tuple[str
 
 def stored(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
     """Bytes of what one more step leaves on this rank."""
-    from autopar.verify.steps import leaves, loss_of
-
     parameters = list(module.parameters())
     optimizer = make_optimizer("adamw", iter(parameters))
     loss_of(list(leaves(module(*args, **kwargs))))[1].backward()  # type: ignore[no-untyped-call]
@@ -155,9 +152,3 @@ def local_bytes(tensor: torch.Tensor) -> int:
     """Bytes of this rank's piece."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().nbytes()
-
-
-def ready() -> int:
-    """Number of ranks, once all of them are there."""
-    dist.barrier()
-    return dist.get_world_size()

@@ -10,7 +10,12 @@ from autopar.cost.comm import SECONDS, a, b, collective_s, n, step_s, w
 from autopar.layout import Layout, Mesh, conversion
 
 LINK = Link(devices=8, latency_s=3e-6, bytes_per_s=2e11)
-BUS = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n}
+BUS = {
+    "all_reduce": 2 * (n - 1) / n,
+    "all_gather": (n - 1) / n,
+    "reduce_scatter": (n - 1) / n,
+    "all_to_all": (n - 1) / n,
+}
 
 
 @pytest.mark.parametrize("kind", sorted(SECONDS))

@@ -73,7 +73,7 @@ def small(count: int) -> list[int]:
     seeds, seed = [], 0
     while len(seeds) < count:
         graph = linear(seed)
-        if size(graph, analyse(graph)) <= 250:
+        if size(graph, analyse(graph)) <= 125:
             seeds.append(seed)
         seed += 1
     return seeds

@@ -1,0 +1,52 @@
+"""How many bytes of tensors are alive while something runs.
+
+In: tensors that are there before.  Out: `LiveBytes`, a mode that keeps the peak.  Next: `rank.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from autopar._torch import DispatchMode, tensors_in
+
+
+class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
+    """Counts every storage once, from the op that makes it until it is freed; `peak` is the largest sum.
+
+    Storages of `held` tensors count from the start.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+        self.held = list(held)
+        for tensor in self.held:
+            self.count(tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        local = getattr(tensor, "to_local", None)
+        storage = (tensor if local is None else local()).untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key and key not in self.seen:
+            self.seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.free, key, size)
+
+    def free(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self.count(tensor)
+        return out
+
