@@ -192,10 +192,23 @@ def settle_pending_items() -> None:
     `torch.nn.utils.clip_grad_norm_(..., norm_type=inf)` returns such a tensor. A scalar DTensor can also be formatted
     as a number (`f"{norm:.3f}"`), as any other scalar tensor can.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _settled_item)
+    fused: tuple[Any, ...] = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # DTensor knows Adam alone
+    for op in fused:
+        for overload in op.overloads():
+            handlers.setdefault(getattr(op, overload), _piece_by_piece)
     if "__format__" not in vars(DTensor):
-        DTensor.__format__ = _formatted  # type: ignore[method-assign]
+        DTensor.__format__ = _formatted  # type: ignore[method-assign, assignment]
+
+
+def _piece_by_piece(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An update in place whose operands are all placed alike."""
+
+    def local(value: Any) -> Any:
+        return value._local_tensor if isinstance(value, DTensor) else value
+
+    return op(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
 
 
 def _formatted(tensor: DTensor, spec: str) -> str:

@@ -55,8 +55,8 @@ def parallelize(
     memory_bytes    budget of one device; by default the cluster's
     precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
     strategy        from `autopar.strategies`: constraints on the plan
-    plan            one that was made before, or the file it was saved in; it must have been made for this call
-    reuse           "placements": of `plan`, made for other inputs, keep the mesh and how parameters are placed; all else
+    plan            one that was made before for such a call, or the file it was saved in
+    reuse           "placements": of `plan`, made for other inputs, keep the mesh and where parameters are; all else
                     is planned and priced anew
     seed            of random ops while training, and of the initialisation of a model on meta
     """

@@ -107,6 +107,8 @@ def check(plan: Plan, expected: Mapping[str, str], fields: Sequence[str] = FIELD
         theirs, ours = plan.fingerprint.get(field, ""), expected.get(field, "")
         if theirs != ours:
             raise PlanError(
-                f"the plan was made for something else: {field}: {theirs or 'none'} in the plan, {ours or 'none'} here\n"
-                '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the rest anew'
+                f"the plan was made for something else: {field}: {theirs or 'none'} in the plan, "
+                f"{ours or 'none'} here\n"
+                '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the '
+                "rest anew"
             )

@@ -1,7 +1,7 @@
-"""Whether a plan that somebody brings fits a graph: every op and parameter has its entry, and each of them is possible.
+"""Whether a plan that somebody brings fits a graph: every op and parameter has its entry, and each is possible.
 
-In: a plan read from a file or edited by hand, a graph and its axes.  Out: nothing, or a `PlanError` that names the first
-thing that is wrong.  Next: `fingerprint.py`, which tells whether the plan was made for this graph at all.
+In: a plan from a file, perhaps edited by hand, a graph and its axes.  Out: nothing, or a `PlanError` that names the
+first thing that is wrong.  Next: `fingerprint.py`, which tells whether the plan was made for this graph at all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def check_parameters(plan: Plan, graph: Graph, axes: Axes) -> None:
 def check_level(name: str, kept: ParameterPlan, plan: Plan) -> None:
     """Levels 0 and 3 have one layout; levels 1 and 2 gather the copy from what is stored."""
     if kept.level in (0, 3) and kept.home != kept.stored:
-        raise PlanError(f"parameters.{name}: level {kept.level} has one layout, not {kept.home} and {kept.stored}{AGAIN}")
+        both = f"{kept.home} and {kept.stored}"
+        raise PlanError(f"parameters.{name}: level {kept.level} has one layout, not {both}{AGAIN}")
     if conversion(kept.stored, kept.home, plan.mesh) is None:
         raise PlanError(f"parameters.{name}: {kept.stored} cannot be brought into {kept.home}{AGAIN}")
 

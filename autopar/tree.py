@@ -20,7 +20,7 @@ from autopar import _torch
 from autopar.errors import CaptureError
 
 PLAIN = (bool, numbers.Number, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-ARGUMENTS = (*PLAIN, enum.Enum, type, slice, range, frozenset, set, Callable)
+ARGUMENTS: tuple[Any, ...] = (*PLAIN, enum.Enum, type, slice, range, frozenset, set, Callable)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from autopar.layout import Layout
-from autopar.planner.program import Programme, Sum, scopes
+from autopar.planner.program import Flow, Programme, Sum, scopes
 from autopar.planner.units import Edge, State, Unit
 
 Time = tuple[float, float]
@@ -39,6 +39,9 @@ class Liveness:
     programme: Programme
     optimizer_copies: float
     forward_end: int = field(init=False)
+    _flows: dict[tuple[int, int], dict[State, list[Flow]]] = field(default_factory=dict)
+    _results: dict[tuple[int, int], dict[State, dict[State, None]]] = field(default_factory=dict)
+    _sources: dict[tuple[int, int, Time], dict[State, Terms]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         units = self.programme.problem.units
@@ -144,6 +147,14 @@ class Liveness:
 
     # --- lives -------------------------------------------------------------------------------------------------------
 
+    def flows(self, edge: Edge, side: int) -> dict[State, list[Flow]]:
+        """The pairs of an edge by the layout at its source (0) or target (1)."""
+        if (edge.shape, side) not in self._flows:
+            found = self._flows[edge.shape, side] = {}
+            for flow in self.programme.flow[edge.shape]:
+                found.setdefault(flow[side], []).append(flow)  # type: ignore[arg-type]
+        return self._flows[edge.shape, side]
+
     def readers(self, unit: Unit, result: int) -> list[Edge]:
         return self.programme.problem.readers.get((unit.index, result), [])
 
@@ -158,6 +169,12 @@ class Liveness:
 
     def source(self, unit: Unit, result: int, time: Time) -> dict[State, Terms]:
         """Whether a value as it was made is alive at a point, per layout in which it may have been made."""
+        key = unit.index, result, time
+        if key not in self._sources:
+            self._sources[key] = self._source(unit, result, time)
+        return self._sources[key]
+
+    def _source(self, unit: Unit, result: int, time: Time) -> dict[State, Terms]:
         out = {}
         for state, whole in self.handed(unit, result).items():
             found: list[Terms] = []
@@ -174,9 +191,7 @@ class Liveness:
         """Reasons of one edge for the source to be alive."""
         steady, moving = Terms(), defaultdict[Layout, Terms](Terms)
         out = []
-        for here, there, variables, path in self.programme.flow[edge.shape]:
-            if here != state:
-                continue
+        for here, there, variables, path in self.flows(edge, 0).get(state, ()):
             lasting = [s for s in path if s.kind != "slice"]
             if not lasting:
                 if self.used(edge) >= time:
@@ -197,8 +212,8 @@ class Liveness:
         """Minus one if an earlier reader wanted the same conversion."""
         done = Terms()
         for e in earlier:
-            for here, there, variables, path in self.programme.flow[e.shape]:
-                if here == state and path and there[0] == layout:
+            for _, there, variables, path in self.flows(e, 0).get(state, ()):
+                if path and there[0] == layout:
                     for v in variables:
                         done[v] = done.get(v, 0.0) - 1.0
         return done
@@ -208,12 +223,16 @@ class Liveness:
         target = self.programme.problem.units[edge.target]
         if not target.free:
             return []
-        options = self.programme.problem.options_of(target)
-        results = {o.outputs[0] for o in options if o.inputs[edge.operand] == there}
+        key = target.shape, edge.operand
+        if key not in self._results:
+            found = self._results.setdefault(key, defaultdict(dict))
+            for option in self.programme.problem.options_of(target):
+                found[option.inputs[edge.operand]][option.outputs[0]] = None
+        results = self._results[key].get(there, {})
         alive = self.source(target, 0, time)
         others = Terms()
-        for p, t, variables, _ in self.programme.flow[edge.shape]:
-            if t == there and p not in sources:
+        for p, _, variables, _ in self.flows(edge, 1).get(there, ()):
+            if p not in sources:
                 for v in variables:
                     others[v] = others.get(v, 0.0) - 1.0
         return [summed(alive[r], others) for r in results if r in alive]

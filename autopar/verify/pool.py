@@ -14,6 +14,7 @@ limit: a rank that is stuck, or whose peer failed, is killed and told about; the
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -168,6 +169,7 @@ def _serve(rank: int, backend: str, pipe: Connection) -> None:
     """What a rank does all its life: take a call, join the group it is for, answer."""
     import torch
 
+    faulthandler.enable()  # a rank that dies in C++ leaves its Python stack on standard error
     torch.set_num_threads(1)
     group: tuple[int, str] | None = None
     while True:

@@ -232,7 +232,7 @@ LEAF = {
     "one bit": "hash of the values of args[0] is",
     "constant": "kwargs['scale'] only on rank 1",
     "number for tensor": "kwargs['extra'][0] is 1.5 on rank 1 but float64[4] on rank 0",
-    "container": "structure of the arguments is tuple(tuple(.), dict(tuple(., .))) on rank 1 but tuple(tuple(.), dict(list",
+    "container": "structure of the arguments is tuple(tuple(.), dict(tuple(., .))) on rank 1",
     "requires grad": "args[0] is float64[7, 6] requires_grad on rank 1 but float64[7, 6] on rank 0",
     "local": "args[0] is Local(float64[6]) on rank 1",
     "dtensor": "args[0] is 'DTensor(7, 6)' on rank 1",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +22,6 @@ from tests.reports.harness import (
     gap,
     gradients_gap,
     outputs_gap,
-    parity,
     state_gap,
     trained,
     whole,
