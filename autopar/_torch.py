@@ -316,4 +316,4 @@ def forget_meshes() -> None:
     """Empty the caches in which DTensor keeps device meshes, and with them groups, that are equal but gone."""
     from torch.distributed.tensor import debug
 
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

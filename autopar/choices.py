@@ -46,7 +46,7 @@ def choices(axes: Axes, node: fx.Node, mesh: Mesh) -> tuple[Choice, ...]:
 
 
 def choice_of(axes: Axes, node: fx.Node, picked: tuple[str, ...], mesh: Mesh) -> Choice | None:
-    """The choice with these roles; None where there is none: a role the op has not, or a device left without a piece."""
+    """The choice with these roles; None where the op has no such role, or a device would be left without a piece."""
     instance = axes.rule(node)
     if any(role not in roles(instance, mesh.size(axis), node) for axis, role in zip(mesh.names, picked, strict=True)):
         return None

@@ -3,8 +3,8 @@
 In: the command line.  Out: text or JSON on standard output, progress on standard error, an exit code.
 Next: `commands.py`.
 
-Exit codes: 0 it worked; 1 a number is wrong or a rank failed; 2 the call is wrong (usage, a file, a cluster); 3 refused:
-nothing fits, or the model or strategy is one that autopar has no right program for.
+Exit codes: 0 it worked; 1 a number is wrong or a rank failed; 2 the call is wrong (usage, a file, a cluster);
+3 refused: nothing fits, or the model or strategy is one that autopar has no right program for.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.fx as fx
+from torch import fx
+from torch.fx import Node
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Graph:
     constants: dict[int, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def node(self, name: str) -> fx.Node:
+    def node(self, name: str) -> Node:
         """The node called `name`."""
         return self.nodes[name]
 
     @property
-    def nodes(self) -> dict[str, fx.Node]:
+    def nodes(self) -> dict[str, Node]:
         """Every node by name, in the order they run."""
         return {node.name: node for node in self.fx.nodes}

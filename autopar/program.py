@@ -21,8 +21,8 @@ class Program:
 
     refresh         stored shards of the parameters at ZeRO 1 and 2 -> their compute copies (in `refreshed` order, first
                     names); run when the copies are stale
-    forward         placeholders `forward_inputs` (node names of graph inputs) -> the results of `graph.outputs` whose kind
-                    is loss, output or buffer (in that order), then the `saved` values
+    forward         placeholders `forward_inputs` (node names of graph inputs) -> the results of `graph.outputs` whose
+                    kind is loss, output or buffer (in that order), then the `saved` values
     backward        placeholders `saved`, then the tangents -> the results whose kind is gradient or input_gradient
     input_layouts   node name -> layout in which each graph input is handed in (a parameter at level 1 or 2: its copy)
     output_layouts  one per `graph.outputs`; None where the output is None or no tensor

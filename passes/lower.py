@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import fx, ops
+from torch import Tensor, fx, ops
 
 from autopar.layout import Layout, Mesh, Place, Step
 
@@ -21,6 +21,12 @@ aten = ops.aten
 c10d = ops._c10d_functional
 
 MOVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+
+
+def wait_tensor_of(moved: Tensor, sent: Tensor) -> Tensor:
+    """The finished result of a collective that was given `sent`."""
+    done: Tensor = c10d.wait_tensor(moved)
+    return done
 
 
 @dataclass
@@ -47,9 +53,10 @@ class Lowering:
         """The nodes of one step."""
         if step.kind not in MOVES:
             return {"slice": self.slice, "to_pending": self.to_pending, "relabel": self.relabel}[step.kind](x, step)
-        moved = self.move(self.packed(x, step), step)
+        sent = self.packed(x, step)
+        moved = self.move(sent, step)
         self.tail, self.count = self.count, self.count + 1
-        out = self.unpacked(self.wait(moved), step)
+        out = self.unpacked(self.wait(moved, sent, step), step)
         self.tail = None
         return out
 
@@ -64,7 +71,9 @@ class Lowering:
         joined = self.call(aten.reshape.default, self.call(aten.cat.default, flat_, 1), [rows * sum(widths)])
         moved = self.move(joined, first)
         self.tail, self.count = self.count, self.count + 1
-        got = self.call(aten.reshape.default, self.wait(moved), [n if first.kind == "all_gather" else 1, sum(widths)])
+        got = self.call(
+            aten.reshape.default, self.wait(moved, joined, first), [n if first.kind == "all_gather" else 1, sum(widths)]
+        )
         out, at = [], 0
         for step, width in zip(steps, widths, strict=True):
             part = self.call(aten.slice.Tensor, got, 1, at, at + width)
@@ -102,8 +111,11 @@ class Lowering:
         """The first `size` of dim `at`."""
         return x if sizes[at] == size else self.run(x, sizes, at, 0, size)
 
-    def wait(self, x: fx.Node) -> fx.Node:
-        return self.call(c10d.wait_tensor.default, x)
+    def wait(self, moved: fx.Node, sent: fx.Node, step: Step) -> fx.Node:
+        """Wait for a collective. What it sends is read again, so that it stays until then; an all-reduce copies it."""
+        if step.kind == "all_reduce":
+            return self.call(c10d.wait_tensor.default, moved)
+        return self.call(wait_tensor_of, moved, sent)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.call(aten.contiguous.default, x)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from torch import Tensor, nn
+
 from autopar.rules.core import RULES
 from autopar.rules.table import lookup
 
 HEAD = """# Rules
 
 Every op of a training step's graph has one row. Letters name the dims of operands and results; equal letters are cut
-together; a letter that is missing on the right leaves a pending sum when it is cut. How to read and write a row stands in
-the docstring of `autopar/rules/core.py`. Any other op that torch tags as pointwise has the row `..., ... -> ...`; an op
-that is neither runs whole on every device, with one line in the log.
+together; a letter that is missing on the right leaves a pending sum when it is cut. How to read and write a row stands
+in the docstring of `autopar/rules/core.py`. Any other op that torch tags as pointwise has the row `..., ... -> ...`; an
+op that is neither runs whole on every device, with one line in the log.
 
 Written by `make rules`.
 
@@ -50,7 +52,7 @@ def occurrences() -> dict[str, list[str]]:
     return found
 
 
-def _keywords(built: tuple[object, dict[str, object]]) -> tuple[object, tuple[()], dict[str, object]]:
+def _keywords(built: tuple[nn.Module, dict[str, Tensor]]) -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
     return built[0], (), built[1]
 
 

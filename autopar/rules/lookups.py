@@ -20,6 +20,8 @@ rule(
     local={"v": local.embedding},
     names={"v": "vocab", "d": "model"},
 )
+
+
 @computed(aten.embedding_dense_backward.default, "... d, ... -> v d")
 def embedding_dense_backward(node: fx.Node) -> Instance:
     """With scale_grad_by_freq a row is divided by how often it occurs in all indices, which no piece of them tells."""

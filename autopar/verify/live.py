@@ -21,7 +21,7 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.seen: set[int] = set()
         self.held = list(held)
@@ -49,4 +49,3 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(out):
             self.count(tensor)
         return out
-

@@ -4,7 +4,7 @@ In: a number of ranks, then functions.  Out: what each rank returned, or which r
 
     with Pool(4) as pool:
         losses = pool.run(train, "gpt", 3)             # train("gpt", 3) on 4 ranks -> [loss, loss, loss, loss]
-        losses = pool.run(train, "gpt", 3, world=2)    # the first two of the same processes
+        losses = pool.run(train, "gpt", 3, world=2)    # on 2 ranks
 
 Starting a process that imports torch is slow, so ranks are forked from one server that imported it already, and live
 on. Functions are found by module and name, so they must be at the top level of an importable module. Every call has a
@@ -66,14 +66,18 @@ class _Worker:
 
 @dataclass
 class Pool:
-    """`world` ranks on this machine, joined by gloo (or another `backend`)."""
+    """Up to `world` ranks on this machine, joined by gloo (or another `backend`).
+
+    Every number of ranks has processes of its own, started when first asked for: a process that leaves a group and
+    enters another keeps traces of the first one in torch's caches.
+    """
 
     world: int
     timeout: float = 120.0
     backend: str = "gloo"
-    _workers: list[_Worker] = field(default_factory=list, repr=False)
+    _workers: dict[int, list[_Worker]] = field(default_factory=dict, repr=False)
+    _groups: dict[int, str] = field(default_factory=dict, repr=False)
     _calls: Any = field(default_factory=itertools.count, repr=False)
-    _group: tuple[int, str] | None = field(default=None, repr=False)
     _folder: Any = field(default=None, repr=False)
 
     def run(self, fn: Callable[..., Any], *args: Any, world: int = 0, timeout: float = 0.0, **kwargs: Any) -> list[Any]:
@@ -90,28 +94,23 @@ class Pool:
         world = world or self.world
         if world > self.world:
             raise ValueError(f"this pool has {self.world} ranks, {world} were asked for")
-        self._start()
-        if self._group is None or self._group[0] != world:
-            self._group = (world, str(Path(self._folder.name) / f"group{next(self._calls)}"))
-        task = pickle.dumps((sys.path, self._group, self.timeout, fn.__module__, fn.__qualname__, args, kwargs))
-        for worker in self._workers[:world]:
+        workers = self._start(world)
+        group = (world, self._groups.setdefault(world, str(Path(self._folder.name) / f"group{next(self._calls)}")))
+        task = pickle.dumps((sys.path, group, self.timeout, fn.__module__, fn.__qualname__, args, kwargs))
+        for worker in workers:
             worker.pipe.send_bytes(task)
-        outcomes = self._collect(world, timeout or self.timeout)
+        outcomes = _collect(workers, timeout or self.timeout)
         if any(o.error for o in outcomes):
-            self._group = None  # its collectives may be out of step
+            self._groups.pop(world)  # its collectives may be out of step
         if any(o.error in ("Killed", "Stuck", "Died") for o in outcomes):
-            self.close()
+            self._end(world)
         return outcomes
 
     def close(self) -> None:
         """End the ranks; a later call starts new ones."""
-        for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.pipe.close()
-            worker.process.kill()
-            worker.process.join()
-        self._workers.clear()
-        self._group = None
+        for world in list(self._workers):
+            self._end(world)
+        self._groups.clear()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -122,37 +121,49 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        if self._workers:
-            return
-        self._folder = tempfile.TemporaryDirectory(prefix="autopar-pool-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.backend, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append(_Worker(process, ours))
+    def _end(self, world: int) -> None:
+        for worker in self._workers.pop(world):
+            with contextlib.suppress(OSError):
+                worker.pipe.close()
+            worker.process.kill()
+            worker.process.join()
 
-    def _collect(self, world: int, timeout: float) -> list[Outcome]:
-        started = time.monotonic()
-        deadline = started + timeout
-        waiting = {w.pipe: rank for rank, w in enumerate(self._workers[:world])}
-        done: dict[int, Outcome] = {}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for pipe in multiprocessing.connection.wait(list(waiting), timeout=left):
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
-                done[rank] = _receive(rank, pipe, self._workers[rank].process, time.monotonic() - started)
-                if done[rank].error:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        peers_failed = any(o.error for o in done.values())
-        for rank in waiting.values():
-            word, why = ("Killed", "waited for a peer that had failed") if peers_failed else ("Stuck", "")
-            why = why or f"still running after {timeout:.0f} s"
-            done[rank] = Outcome(rank, None, word, why, f"{word}: {why}", time.monotonic() - started)
-        return [done[rank] for rank in range(world)]
+    def _start(self, world: int) -> list[_Worker]:
+        """The ranks of a world, started if they are not there."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="autopar-pool-")
+        if world not in self._workers:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(list(PRELOAD))
+            self._workers[world] = []
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.backend, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers[world].append(_Worker(process, ours))
+        return self._workers[world]
+
+
+def _collect(workers: Sequence[_Worker], timeout: float) -> list[Outcome]:
+    """What each rank answers, at most `timeout` seconds from now."""
+    started = time.monotonic()
+    deadline = started + timeout
+    waiting = {w.pipe: rank for rank, w in enumerate(workers)}
+    done: dict[int, Outcome] = {}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in multiprocessing.connection.wait(list(waiting), timeout=left):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            done[rank] = _receive(rank, pipe, workers[rank].process, time.monotonic() - started)
+            if done[rank].error:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    peers_failed = any(o.error for o in done.values())
+    for rank in waiting.values():
+        word, why = ("Killed", "waited for a peer that had failed") if peers_failed else ("Stuck", "")
+        why = why or f"still running after {timeout:.0f} s"
+        done[rank] = Outcome(rank, None, word, why, f"{word}: {why}", time.monotonic() - started)
+    return [done[rank] for rank in range(len(workers))]
 
 
 def _receive(rank: int, pipe: Connection, process: BaseProcess, seconds: float) -> Outcome:

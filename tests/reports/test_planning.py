@@ -60,9 +60,7 @@ def loaded(path: str, sizes: tuple[int, int], options: dict[str, Any]) -> tuple[
     """Train at these sizes under the saved plan; (largest gap, costs, parameters' placements)."""
     model, single = tokens(), tokens()
     x = ids(*sizes)
-    ours = autopar.parallelize(
-        model, cluster(), example_inputs=(x,), plan=path, optimizer=torch.optim.SGD, **options
-    )
+    ours = autopar.parallelize(model, cluster(), example_inputs=(x,), plan=path, optimizer=torch.optim.SGD, **options)
     gaps = trained(ours, single, (x,), {}, steps=2)
     return max(gaps.values()), dict(ours.plan.costs), [str(p.placements) for p in ours.parameters()]
 
@@ -159,9 +157,7 @@ ROWS = WHOLE.with_cut((0, 0), ("data",))
         ("shape", "parameters.up.weight.home is [5, 6], but its dims are [10, 6]"),
     ],
 )
-def test_a_plan_edited_into_something_impossible_is_refused(
-    ranks: Pool, tmp_path: Path, what: str, words: str
-) -> None:
+def test_a_plan_edited_into_something_impossible_is_refused(ranks: Pool, tmp_path: Path, what: str, words: str) -> None:
     path = tmp_path / "plan.json"
     files.save(edited(planned(2, strategies.ddp()), what), path)
     for outcome in ranks.outcomes(loaded, str(path), (16, 32), {}, world=2):

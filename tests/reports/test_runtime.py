@@ -100,8 +100,7 @@ def never(call: Call, module: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 ORDERS: dict[str, Callable[..., None]] = {
-    f.__name__: f
-    for f in (two_then_two, crossed, no_grad_between, eval_then_train, summed, accumulated, never)
+    f.__name__: f for f in (two_then_two, crossed, no_grad_between, eval_then_train, summed, accumulated, never)
 }
 
 
