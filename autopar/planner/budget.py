@@ -174,4 +174,5 @@ class Smallest:
                 break
             watch.add(found.program, found.memory, solution, least)
         model.costs = seconds
-        return best
+        paid = sum(best.solution.values[v] * c for v, c in seconds.items())
+        return replace(best, solution=replace(best.solution, status="feasible", objective=paid, bound=0.0))

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from autopar.layout import Layout
+from autopar.cost.staging import copies_slice, staging_elements
+from autopar.layout import Layout, Mesh, Step
 from autopar.planner.program import Flow, Programme, Sum, scopes
 from autopar.planner.units import Edge, State, Unit
 
@@ -42,6 +43,7 @@ class Liveness:
     _flows: dict[tuple[int, int], dict[State, list[Flow]]] = field(default_factory=dict)
     _results: dict[tuple[int, int], dict[State, dict[State, None]]] = field(default_factory=dict)
     _sources: dict[tuple[int, int, Time], dict[State, Terms]] = field(default_factory=dict)
+    _lasting: dict[int, tuple[Step, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         units = self.programme.problem.units
@@ -124,8 +126,8 @@ class Liveness:
             else:
                 for state, alive in self.source(unit, result, time).items():
                     yield self.bytes(state[0], itemsize), alive
-        for layout, alive in self.copies(unit, result, time):
-            yield self.bytes(layout, itemsize), alive
+        for elements, alive in self.copies(unit, result, time):
+            yield elements * itemsize, alive
 
     # --- times -------------------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ class Liveness:
         steady, moving = Terms(), defaultdict[Layout, Terms](Terms)
         out = []
         for here, there, variables, path in self.flows(edge, 0).get(state, ()):
-            lasting = [s for s in path if s.kind != "slice"]
+            lasting = self.lasting(path)
             if not lasting:
                 if self.used(edge) >= time:
                     steady |= dict.fromkeys(variables, 1.0)
@@ -237,13 +239,13 @@ class Liveness:
                     others[v] = others.get(v, 0.0) - 1.0
         return [summed(alive[r], others) for r in results if r in alive]
 
-    def copies(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[Layout, Terms]]:
-        """(layout, alive) of every converted copy of a value that may be alive at a point, in every scope."""
+    def copies(self, unit: Unit, result: int, time: Time) -> Iterable[tuple[int, Terms]]:
+        """(elements, alive) of every converted copy of a value that may be alive at a point, in every scope."""
         for flag in self.programme.flags(unit.index, result):
             for edges in scopes(self.readers(unit, result), self.programme.problem, flag).values():
                 yield from self._copies(edges, flag, time)
 
-    def _copies(self, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[Layout, Terms]]:
+    def _copies(self, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[int, Terms]]:
         reasons: dict[Copy, list[Terms]] = defaultdict(list)
         before: dict[Copy, list[Terms]] = defaultdict(list)
         after: dict[Copy, list[Terms]] = defaultdict(list)
@@ -255,14 +257,14 @@ class Liveness:
             both = [summed(b, a, constant=-1.0) for b in before[copy] for a in after[copy]]
             alive = self.maximum([*reasons[copy], *both])
             if alive:
-                yield copy[1], alive
+                yield self.bytes(copy[1], 1), alive
 
     def _copy_uses(self, edge: Edge, flag: str, time: Time) -> Iterable[tuple[Copy, bool, bool, Terms]]:
         """Whether an edge has made a copy by then and whether it still needs it, per copy that it may ask for."""
         found: dict[tuple[Copy, bool, bool], Terms] = {}
         viewed: dict[tuple[Copy, State], set[State]] = defaultdict(set)
         for here, there, variables, path in self.programme.flow[edge.shape]:
-            lasting = [s for s in path if s.kind != "slice"]
+            lasting = self.lasting(path)
             if here[1] != flag or not lasting:
                 continue
             copy = there[0], lasting[-1].after
@@ -279,22 +281,29 @@ class Liveness:
             for reason in self._through_view(edge, sources, there, time):
                 yield copy, True, True, reason
 
-    def _passing(self, edge: Edge, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[Layout, Terms]]:
-        """What lies between the ends of a conversion of several steps, while it is made."""
+    def _passing(self, edge: Edge, edges: list[Edge], flag: str, time: Time) -> Iterable[tuple[int, Terms]]:
+        """What a conversion holds beside its ends while it is made: results between its steps, buffers of a step."""
         earlier = [e for e in edges if self.converted(e, "") < self.converted(edge, "")]
+        mesh = self.programme.problem.mesh
         for here, there, variables, path in self.programme.flow[edge.shape]:
             start = self.converted(edge, there[1])
-            lasting = [s for s in path if s.kind != "slice"]
-            if here[1] != flag or start[0] != time[0] or len(lasting) < 2:
+            lasting = self.lasting(path)
+            step = round((time[1] - start[1]) / STEP) if start[0] == time[0] else -1
+            if here[1] != flag or not 0 <= step < len(lasting):
                 continue
-            step = round((time[1] - start[1]) / STEP)
-            if 0 <= step < len(lasting):
+            between = ([lasting[step - 1].after] if step else []) + [s.after for s in lasting[step : step + 1]]
+            if step + 1 == len(lasting):
+                between.pop()  # the copy itself
+            elements = sum(self.bytes(layout, 1) for layout in between) + staging_elements(lasting[step], mesh)
+            if elements:
                 alive = summed(dict.fromkeys(variables, 1.0), self._made(earlier, here, there[0]))
-                alive = self.maximum([alive])
-                if step:
-                    yield lasting[step - 1].after, alive
-                if step + 1 < len(lasting):
-                    yield lasting[step].after, alive
+                yield elements, self.maximum([alive])
+
+    def lasting(self, path: tuple[Step, ...]) -> tuple[Step, ...]:
+        """The steps of a conversion whose results have memory of their own."""
+        if id(path) not in self._lasting:
+            self._lasting[id(path)] = tuple(s for s in path if lasts(s, self.programme.problem.mesh))
+        return self._lasting[id(path)]
 
     def maximum(self, found: list[Terms]) -> Terms:
         """A sum that is at least each of some sums and, where memory counts, no more."""
@@ -312,6 +321,11 @@ class Liveness:
 
 
 CONSTANT = -1
+
+
+def lasts(step: Step, mesh: Mesh) -> bool:
+    """Whether the result of a step has memory of its own; a slice that is one run of its operand has not."""
+    return step.kind != "slice" or copies_slice(step, mesh)
 
 
 def summed(*parts: Terms, constant: float = 0.0) -> Terms:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.cost.memory import Memory, Point
-from autopar.planner.liveness import AFTER, CONSTANT, RUNS, STEP, Liveness, Time
+from autopar.planner.liveness import AFTER, CONSTANT, RUNS, STEP, Liveness, Time, lasts
 from autopar.planner.program import Programme
 from autopar.planner.solver import Solution
 from autopar.program import Program
@@ -115,7 +115,7 @@ class Watch:
         step = 0
         while "step" in before.args[0].meta:  # type: ignore[union-attr]
             before = before.args[0]  # type: ignore[assignment]
-            step += before.meta["step"].kind != "slice"
+            step += lasts(before.meta["step"], self.programme.problem.mesh)
         while True:
             readers = [u for u in after.users if u.op == "call_function"]
             if not readers:

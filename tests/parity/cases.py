@@ -40,7 +40,7 @@ CELLS = [(model, world) for model in TARGETS for world in WORLDS]
 
 
 def some_families(model: str, world: int, count: int = 2) -> list[str]:
-    """A few families of a cell, others for the next cell: over all cells every family comes up."""
+    """A few families of a cell, others for the next model: on every world every family comes up."""
     known = names(world)
-    start = CELLS.index((model, world)) * count
+    start = list(TARGETS).index(model) * count
     return [known[(start + i) % len(known)] for i in range(count)]

@@ -25,8 +25,11 @@ SIZES = {"b": 4, "s": 8, "v": 48, "d": 24, "heads": 2, "f": 36, "layers": 2}
 
 
 def held(module: Any, optimizer: torch.optim.Optimizer, args: tuple[Tensor, ...]) -> list[Tensor]:
-    """What is there before a step: parameters, their compute copies, optimizer state, buffers, the batch."""
-    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    """What is there before a step: parameters, their compute copies, optimizer state, buffers, the batch.
+
+    AdamW's step counters, one number for each parameter, are in no plan and not counted.
+    """
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()]
     copies = [t for group in module._autopar.copies.values() for t in group.values]
     return [*module.parameters(), *module.buffers(), *copies, *state, *args]
 
