@@ -15,7 +15,8 @@ README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 def blocks(language: str = "") -> list[str]:
     """Fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced if name == language]
 
 
 def without_numbers(text: str) -> list[str]:
