@@ -204,17 +204,8 @@ def moved(step: Step, before: int, after: int, n: int) -> float:
     """Elements that one device sends in a step, for choosing between sequences (a step itself counts as one)."""
     if step.free:
         return 1e-6
-    return (
-        1
-        + (n - 1)
-        / n
-        * {
-            "all_reduce": 2 * before,
-            "reduce_scatter": before,
-            "all_gather": after,
-            "all_to_all": before,
-        }[step.kind]
-    )
+    sent = {"all_reduce": 2 * before, "reduce_scatter": before, "all_gather": after, "all_to_all": before}[step.kind]
+    return 1 + (n - 1) / n * sent
 
 
 class _Space:
