@@ -21,6 +21,8 @@ from autopar.rules.core import RULES, args_of, operands
 
 aten = ops.aten
 
+SERIAL = "cpu"  # on whose process groups collectives run one at a time: overlapped ones were seen to corrupt memory
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -87,7 +89,9 @@ class _Binder:
             if isinstance(new, fx.Node) and "origin" not in new.meta:
                 new.meta["origin"] = old.name
         fresh.eliminate_dead_code()
-        sink_waits(fuse_bias(fresh), in_flight=1 if self.program.plan.bucket_bytes else 0)
+        fuse_bias(fresh)
+        if self.device.type != SERIAL:
+            sink_waits(fresh, in_flight=1 if self.program.plan.bucket_bytes else 0)
         return fx.GraphModule(self.attributes(fresh), fresh)
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:

@@ -103,9 +103,9 @@ def groups(coordinate: dict[str, int]) -> dict[str, str]:
     return {"data": f"data {coordinate['model']}", "model": f"model {coordinate['data']}"}
 
 
-def bound(graph: Graph, plan: Plan) -> Any:
+def bound(graph: Graph, plan: Plan, device: str = "cpu") -> Any:
     coordinate = MESH.coordinate(3)
-    return bind(emit(graph, analyse(graph), plan), coordinate, groups(coordinate))
+    return bind(emit(graph, analyse(graph), plan), coordinate, groups(coordinate), device)
 
 
 def collectives(module: fx.GraphModule) -> list[str]:
@@ -154,11 +154,19 @@ def test_a_bias_is_added_inside_its_product() -> None:
 
 
 def test_waits_stand_just_before_their_readers(graph: Graph) -> None:
-    nodes = list(bound(graph, planned(graph, analyse(graph))).backward.graph.nodes)
+    nodes = list(bound(graph, planned(graph, analyse(graph)), "meta").backward.graph.nodes)
     first = next(i for i, n in enumerate(nodes) if "all_reduce" in str(n.target))
     wait = next(i for i, n in enumerate(nodes) if "wait_tensor" in str(n.target) and n.args[0] is nodes[first])
     between = [n for n in nodes[first + 1 : wait] if "mm" in str(n.target)]
     assert between, "a gradient's reduction runs while the next gradient is computed"
+
+
+def test_on_cpu_a_collective_is_waited_for_before_the_next_starts(graph: Graph) -> None:
+    nodes = [str(n.target) for n in bound(graph, planned(graph, analyse(graph))).backward.graph.nodes]
+    moves = [n for n in nodes if "_c10d_functional" in n or "wait_tensor_of" in n]
+    assert len(moves) > 2
+    assert all("wait_tensor" in name for name in moves[1::2])
+    assert not any("wait_tensor" in name for name in moves[::2])
 
 
 def test_verify_names_the_pass_and_the_node(graph: Graph) -> None:
