@@ -23,13 +23,11 @@ from autopar.passes import emit
 from autopar.plan import Plan
 from autopar.planner.decide import decision
 from autopar.planner.program import Programme
-from autopar.planner.solver import Solution
+from autopar.planner.solver import BRANCHED_WHOLE, Solution
 from autopar.planner.watch import Watch
 from autopar.program import Program
 
-BRANCHED_WHOLE = 1500  # variables
 MULTIPLES = (1.0, 3.0, 10.0, 100.0)
-SUPPORT = 1e-6
 ROUNDS = 16
 LEAST_S = 20.0  # for a first solution where there must be one
 
@@ -97,13 +95,13 @@ class Budgeted:
         if not relaxed.found or model.whole(relaxed):
             return relaxed
         self.bound = max(self.bound, relaxed.bound)
-        self.kernel |= self.support(relaxed)
+        self.kernel |= model.support(relaxed)
         for multiple in MULTIPLES:
             if time.monotonic() - started > time_limit / 2:
                 break
             priced = self.priced(relaxed.prices, multiple, time_limit)
             if priced.found:
-                self.kernel |= self.support(priced)
+                self.kernel |= model.support(priced)
                 if model.whole(priced) and self.watch.fits(priced):
                     self.remember(priced)
                     break
@@ -124,9 +122,6 @@ class Budgeted:
             found = self.emitted(solution, 0)
             assert found.memory is not None
             self.best = found if found.memory.peak <= self.budget else self.best
-
-    def support(self, solution: Solution) -> set[int]:
-        return {v for v in self.programme.model.binaries if solution.values[v] > SUPPORT}
 
     def priced(self, prices: Mapping[int, float], multiple: float, time_limit: float) -> Solution:
         """The programme without rows of memory, each byte at their dual price times `multiple`."""

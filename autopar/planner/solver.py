@@ -23,6 +23,8 @@ from autopar.errors import SolverError
 Reason = result_pb2.TerminationReasonProto
 FRACTION = 1e-6
 GAP = 1e-7
+BRANCHED_WHOLE = 1500  # variables
+NEAR = 0.015  # of the bound: a large programme is not branched further for less
 
 
 @dataclass(frozen=True)
@@ -119,14 +121,30 @@ class Model:
         return solution.status == "optimal" and all(min(values[b], 1 - values[b]) < FRACTION for b in self.binaries)
 
     def minimise(self, time_limit: float, seed: int = 0) -> Solution:
-        """Solve the relaxation; branch where it is fractional."""
+        """Solve the relaxation; branch where it is fractional.
+
+        A large programme is first branched over the options that the relaxation uses: mostly that is near its bound.
+        """
         started = time.monotonic()
         relaxed = self.relax(time_limit, seed)
         if not relaxed.found or self.whole(relaxed):
             return relaxed
-        found = self.branch(max(1.0, time_limit - (time.monotonic() - started)), seed)
+
+        def left() -> float:
+            return max(1.0, time_limit - (time.monotonic() - started))
+
+        found = Solution("unknown")
+        if self.size > BRANCHED_WHOLE:
+            found = self.branch(left(), seed, set(self.binaries) - self.support(relaxed))
+            found = replace(found, status="feasible" if found.found else "unknown", bound=relaxed.bound)
+        if not found.found or found.gap > NEAR:
+            found = min(found, self.branch(left(), seed), key=lambda one: one.objective)
         bound = min(max(relaxed.bound, found.bound), found.objective)
         return replace(found, bound=bound, seconds=time.monotonic() - started, branched=True)
+
+    def support(self, solution: Solution) -> set[int]:
+        """The yes-or-no variables that are not 0."""
+        return {v for v in self.binaries if solution.values[v] > FRACTION}
 
     def zeros(self, closed: frozenset[int]) -> set[int]:
         """Variables that are 0 when some are: what flows out of a closed end."""

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import local_of
 from autopar.errors import PlanError
-from autopar.layout import Layout
+from autopar.layout import Layout, Mesh
 from autopar.placements import contiguous_stride, distribute, piece, storable
 from autopar.plan import Plan
 from autopar.runtime.materialise import empty, materialise
 from autopar.runtime.parameters import Slots, handle
 from autopar.runtime.step import Place
-from autopar.runtime.world import World
+from autopar.runtime.world import World, device_mesh
 
 
 def spread_provisionally(parameters: tuple[Slots, ...], buffers: tuple[Slots, ...], world: World) -> None:
@@ -27,7 +26,7 @@ def spread_provisionally(parameters: tuple[Slots, ...], buffers: tuple[Slots, ..
 
     It is whole on every rank (on meta, where the model is) and on a mesh of one axis; `spread` swaps it in place.
     """
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("ranks",))
+    mesh = device_mesh(Mesh(("ranks",), (world.size,)), world.device.type)
     for slot in parameters:
         old = slot.get()
         with torch.no_grad():

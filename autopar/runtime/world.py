@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,27 @@ def here(device_type: str) -> World:
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """The one mesh that every parameter is placed on."""
-    return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    """The one mesh that every parameter is placed on.
+
+    Modules of one process share it, and with it the process groups of its axes and their threads: torch keeps groups
+    until the process leaves the default one.
+    """
+    if _made.group is not dist.group.WORLD:
+        _made.group, _made.meshes = dist.group.WORLD, {}
+    if (device_type, mesh) not in _made.meshes:
+        _made.meshes[device_type, mesh] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    return _made.meshes[device_type, mesh]
+
+
+@dataclass
+class _Made:
+    """The meshes of one default process group."""
+
+    group: object = None
+    meshes: dict[tuple[str, Mesh], DeviceMesh] = field(default_factory=dict)
+
+
+_made = _Made()
 
 
 def group_names(mesh: DeviceMesh) -> dict[str, str]:
