@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 import torch.fx.traceback
 import torch.utils._pytree as pytree
@@ -317,3 +319,22 @@ def forget_meshes() -> None:
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def serial_gloo() -> str:
+    """Name of a backend that is gloo with one worker thread.
+
+    Gloo's own default are two that take turns: while one starts a collective, the other clears away the last one, and
+    once in some ten thousand collectives a process was seen to free a small block of memory twice and die.
+    """
+    name = "gloo_serial"
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, _serial_gloo, devices=["cpu"])
+    return name
+
+
+def _serial_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._threads = timeout, 1
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)

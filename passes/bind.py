@@ -21,7 +21,7 @@ from autopar.rules.core import RULES, args_of, operands
 
 aten = ops.aten
 
-SERIAL = "cpu"  # on whose process groups collectives run one at a time: overlapped ones were seen to corrupt memory
+SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: they have one worker thread
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +18,9 @@ from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.runtime.world import World, here, join
+
+if TYPE_CHECKING:
+    from autopar.axes import Axes
 
 
 class Compiler(Protocol):
@@ -40,10 +43,14 @@ class Compiler(Protocol):
 
 @dataclass
 class Fixed:
-    """The compiler of a module made from one graph and one plan: it makes that program and no other."""
+    """The compiler of a module made from one graph and one plan: it makes that program and no other.
+
+    `axes` are the graph's, where they are known already.
+    """
 
     seed: int = 0
     device_type: str = "cpu"
+    axes: Axes | None = None
 
     def world(self) -> World:
         """The group that stands, or the one that the environment tells of."""
@@ -67,4 +74,4 @@ class Fixed:
         from autopar.axes import analyse
         from autopar.passes import emit
 
-        return emit(graph, analyse(graph), plan)
+        return emit(graph, analyse(graph) if self.axes is None else self.axes, plan)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import errors
+from autopar._torch import serial_gloo
 from autopar.errors import AutoparError, ClusterError
 from autopar.layout import Mesh
 
@@ -121,7 +122,13 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     if _made.group is not dist.group.WORLD:
         _made.group, _made.meshes = dist.group.WORLD, {}
     if (device_type, mesh) not in _made.meshes:
-        _made.meshes[device_type, mesh] = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+        serial = dist.get_backend() == "gloo" and device_type == "cpu" and mesh.devices > 1
+        _made.meshes[device_type, mesh] = init_device_mesh(
+            device_type,
+            mesh.sizes,
+            mesh_dim_names=mesh.names,
+            backend_override=dict.fromkeys(mesh.names, serial_gloo()) if serial else None,
+        )
     return _made.meshes[device_type, mesh]
 
 

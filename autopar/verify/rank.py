@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar import files
+from autopar.axes import Axes, analyse
 from autopar.graph import Graph
 from autopar.moves import Moved, moves
 from autopar.plan import Plan
@@ -23,7 +24,7 @@ from autopar.program import Program
 from autopar.verify.compare import KINDS, Error, compare
 from autopar.verify.count import Counts
 from autopar.verify.reference import own, read
-from autopar.verify.steps import RATES, leaves, loss_of, make_optimizer, train
+from autopar.verify.steps import RATES, train
 from autopar.verify.target import Target
 
 
@@ -54,6 +55,12 @@ def captured(target: Target) -> Graph:
     return copy_views(capture(built.model, built.args, dict(built.kwargs), double=True))
 
 
+@lru_cache(maxsize=4)
+def analysed(target: Target) -> Axes:
+    """The axes of a target's graph."""
+    return analyse(captured(target))
+
+
 def check(
     target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int, device: str = "cpu"
 ) -> Finding:
@@ -62,9 +69,9 @@ def check(
     plan = files.loads(plan_json)
     wanted = read(reference)
     errors = dict.fromkeys(KINDS, Error())
-    counts = Counts()
+    counts, memory = Counts(), dict[str, int]()
     built = target.build(double=True)
-    module = deliver(built.model, captured(target), plan, target.seed, device)
+    module = deliver(built.model, captured(target), analysed(target), plan, target.seed, device)
     restart = restarter(module)
     axes = group_names(module)
     for optimizer in optimizers:
@@ -73,12 +80,16 @@ def check(
         def during(phase: str, optimizer: str = optimizer) -> AbstractContextManager[Any]:
             return counts.during(f"{optimizer}/{phase}", axes)
 
-        ours = train(module, built.args, built.kwargs, optimizer, steps=steps, whole=whole, during=during)
+        def after(torch_optimizer: torch.optim.Optimizer, optimizer: str = optimizer) -> None:
+            if optimizer == "adamw":
+                memory.update(stored(module, torch_optimizer))
+
+        ours = train(module, built.args, built.kwargs, optimizer, steps=steps, whole=whole, during=during, after=after)
         theirs = {k: v for k, v in wanted.items() if k.startswith(f"{optimizer}/")}
         found = compare(ours, theirs, RATES)
         errors = {kind: errors[kind].worse(found[kind]) for kind in KINDS}
     counted, flops = per_step(counts, optimizers[0], steps)
-    return Finding(errors, counted, moves(program_of(module)), flops, stored(module, built.args, dict(built.kwargs)))
+    return Finding(errors, counted, moves(program_of(module)), flops, memory)
 
 
 def restarter(module: Any) -> Callable[[], None]:
@@ -96,12 +107,12 @@ def restarter(module: Any) -> Callable[[], None]:
     return restart
 
 
-def deliver(model: torch.nn.Module, graph: Graph, plan: Plan, seed: int, device: str) -> Any:
+def deliver(model: torch.nn.Module, graph: Graph, axes: Axes, plan: Plan, seed: int, device: str) -> Any:
     """The module a user would get, from a graph that is captured already."""
     from autopar.runtime.compiler import Fixed
     from autopar.runtime.module import ParallelModule
 
-    return ParallelModule(model, graph, plan, compiler=Fixed(seed, device))
+    return ParallelModule(model, graph, plan, compiler=Fixed(seed, device, axes))
 
 
 def program_of(module: Any) -> Program:
@@ -133,13 +144,10 @@ def per_step(counts: Counts, optimizer: str, steps: int) -> tuple[dict[tuple[str
     return counted, sum(n for phase, n in counts.flops.items() if phase.startswith(mark)) // steps
 
 
-def stored(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    """Bytes of what one more step leaves on this rank."""
+def stored(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of what a step leaves on this rank."""
     parameters = list(module.parameters())
-    optimizer = make_optimizer("adamw", iter(parameters))
-    loss_of(list(leaves(module(*args, **kwargs))))[1].backward()  # type: ignore[no-untyped-call]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    optimizer.step()
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor) and t.dim()]
     return {
         "parameters": sum(map(local_bytes, parameters)),

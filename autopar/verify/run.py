@@ -15,11 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 from autopar import files
-from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.errors import UnsupportedError
 from autopar.moves import Moved
@@ -27,7 +26,7 @@ from autopar.plan import Plan
 from autopar.verify import families as kinds
 from autopar.verify.compare import Error
 from autopar.verify.pool import Pool, RankError
-from autopar.verify.rank import Finding, captured, check
+from autopar.verify.rank import Finding, analysed, captured, check
 from autopar.verify.reference import Reference
 from autopar.verify.report import Report, Row, judge
 from autopar.verify.target import Target
@@ -128,12 +127,6 @@ def drawn(target: Target, world: int, seed: int) -> Plan:
 
     made: Plan = random_plan(captured(target), analysed(target), meshes(world), seed)
     return replace(made, bucket_bytes=BUCKETS[seed % len(BUCKETS)])
-
-
-@lru_cache(maxsize=4)
-def analysed(target: Target) -> Axes:
-    """The axes of a target's graph."""
-    return analyse(captured(target))
 
 
 def finished(name: str, plan: Plan, findings: Sequence[Finding], flops: int) -> Row:

@@ -73,11 +73,13 @@ def train(
     steps: int,
     whole: Whole,
     during: Callable[[str], AbstractContextManager[Any]] = lambda phase: nullcontext(),
+    after: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
 ) -> Record:
     """Train `module` and return everything that happened.
 
     whole    makes a plain tensor of its own of what the module hands out (all ranks call it in the same order)
     during   context for each "forward" and "backward", for whoever counts
+    after    called with the optimizer after each of its steps, while gradients are still there
     """
     record: Record = {}
     torch_optimizer = make_optimizer(optimizer, module.parameters())
@@ -102,6 +104,7 @@ def train(
             if parameter.grad is not None:
                 keep("gradients", name, parameter.grad)
         torch_optimizer.step()
+        after(torch_optimizer)
         torch_optimizer.zero_grad()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             keep("parameters", name, parameter)
