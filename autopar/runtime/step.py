@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import backward_keeps_graph, boxed, local_of, version_of
+from autopar._torch import backward_keeps_graph, below_autograd, boxed, local_of, plain_ops, version_of
 from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
@@ -111,6 +111,11 @@ class Step:
         known = {entry.node: entry for entry in self.program.graph.inputs}
         return tuple(known[node] for node in self.program.tangents)
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every op is torch's own or ours; opaque modules and other libraries' ops may use autograd inside."""
+        return plain_ops(self.bound.forward.graph, self.bound.backward.graph)
+
     def wants(self, kind: str, name: str) -> int | None:
         """Position of a gradient among the results of backward; None if it is always zero or not computed."""
         for index, (output, _) in enumerate(self.gradients):
@@ -131,7 +136,8 @@ class Step:
 
     def forward(self, frame: Frame, buffers: dict[str, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
         """Run the forward program: (what the user gets, what backward needs)."""
-        out = list(self.bound.forward(frame.values))
+        with below_autograd(self.plain):
+            out = list(self.bound.forward(frame.values))
         heads: list[Any] = []
         for output, value in zip(self.results, out, strict=False):
             layout = self.layouts[output.kind, output.name]
@@ -162,7 +168,7 @@ class Step:
             given = incoming[names.index(entry.name)]
             saved.append(self.place.take_in(given, layout, nodes[entry.node].meta["val"].dtype))
             owned.add(_storage(saved[-1]))
-        with torch.autocast(self.place.device.type, enabled=False):
+        with torch.autocast(self.place.device.type, enabled=False), below_autograd(self.plain):
             results = list(self.bound.backward(saved))
         return [self._gradient(i, value, owned) for i, value in enumerate(results)]
 
