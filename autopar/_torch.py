@@ -264,11 +264,10 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def boxed(module: fx.GraphModule) -> fx.GraphModule:
-    """Let a graph module take its arguments as one list, which it empties, so that each dies after its last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    return module
+def boxed(graph: fx.Graph) -> fx.Graph:
+    """Let a graph's module take its arguments as one list, which it empties, so that each dies after its last use."""
+    graph.set_codegen(_BoxedCodeGen())
+    return graph
 
 
 def storage_key(tensor: torch.Tensor) -> int:

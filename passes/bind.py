@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, ops
 
+from autopar._torch import boxed
 from autopar.layout import Mesh
 from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.fuse_bias import fuse_bias
@@ -26,7 +27,7 @@ SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one rank runs; see `Program` for the order of arguments and results."""
+    """What one rank runs; see `Program` for the order of arguments and results, which each takes as one list."""
 
     refresh: fx.GraphModule
     forward: fx.GraphModule
@@ -92,7 +93,7 @@ class _Binder:
         fuse_bias(fresh)
         if self.device.type != SERIAL:
             sink_waits(fresh, in_flight=1 if self.program.plan.bucket_bytes else 0)
-        return fx.GraphModule(self.attributes(fresh), fresh)
+        return fx.GraphModule(self.attributes(fresh), boxed(fresh))
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:
         """At a bucket's place, run it, and after an early one the next early one, so that it arrives in time."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._torch import backward_keeps_graph, below_autograd, boxed, local_of, plain_ops, version_of
+from autopar._torch import backward_keeps_graph, below_autograd, local_of, plain_ops, version_of
 from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
@@ -72,10 +72,6 @@ class Step:
     program: Program
     bound: Bound
     place: Place
-
-    def __post_init__(self) -> None:
-        for module in (self.bound.refresh, self.bound.forward, self.bound.backward):
-            boxed(module)
 
     @cached_property
     def inputs(self) -> tuple[Input, ...]:
