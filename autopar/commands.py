@@ -124,17 +124,21 @@ def run_command(
     settings: Set = [],  # noqa: B006
     strategy: Strategy = None,
     memory: Memory = None,
+    plan: Annotated[Path | None, typer.Option(help="a plan file of `autopar plan --out`, instead of planning")] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Train MODEL for some steps; starts torchrun unless it runs under it already."""
-    from autopar.training import Job, work
+    from autopar.training import Job, check, work
 
-    job = Job(model, tuple(settings), seed, steps, lr, cluster, strategy, memory, as_json)
+    job = Job(model, tuple(settings), seed, steps, lr, cluster, strategy, memory, str(plan) if plan else None, as_json)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if world is not None and world != int(os.environ["WORLD_SIZE"]):
+            raise typer.BadParameter(f"--world is {world}, but torchrun started {os.environ['WORLD_SIZE']} processes")
         work(job)
         return
     ranks = world or read_cluster("detect", None, None).devices
+    check(job, ranks)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run([*command, "-m", "autopar.cli", *sys.argv[1:]], env={"OMP_NUM_THREADS": "1", **os.environ})
     raise typer.Exit(1 if done.returncode else 0)

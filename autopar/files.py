@@ -24,6 +24,7 @@ from autopar.layout import Layout, Mesh
 from autopar.plan import ParameterPlan, Plan
 
 VERSION = 1
+AGAIN = "\n  try: mend that place, or write the plan again with `autopar plan ... --out FILE`"
 log = logging.getLogger("autopar")
 
 # --- layouts as text --------------------------------------------------------------------------------------------------
@@ -166,12 +167,12 @@ def loads(text: str, where: str = "plan") -> Plan:
     try:
         data = json.loads(text, parse_constant=number)
     except json.JSONDecodeError as error:
-        raise PlanError(f"{where}:{error.lineno}: no JSON: {error.msg}") from error
+        raise PlanError(f"{where}:{error.lineno}: no JSON: {error.msg}{AGAIN}") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{where}: {error}") from error
+        raise PlanError(f"{where}: {error}{AGAIN}") from None
     version = data.get("autopar_plan") if isinstance(data, dict) else None
     if version is None:
-        raise PlanError(f"{where}: no plan: the field autopar_plan is missing")
+        raise PlanError(f"{where}: no plan: the field autopar_plan is missing{AGAIN}")
     if version != VERSION:
         raise PlanError(f"{where}: autopar_plan is {version!r}, this version of autopar reads {VERSION}; plan again")
     try:
@@ -180,9 +181,9 @@ def loads(text: str, where: str = "plan") -> Plan:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise PlanError(f"{where}: {path}: {message}") from error
+        raise PlanError(f"{where}: {path}: {message}{AGAIN}") from None
     except ValueError as error:
-        raise PlanError(f"{where}: {error}") from error
+        raise PlanError(f"{where}: {error}{AGAIN}") from None
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -202,7 +203,10 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. What it was made for is checked by `fingerprint.check`."""
-    raw = Path(path).read_bytes()
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}{AGAIN}") from None
     if not raw.lstrip().startswith(b"{"):
         raise UnsafeFileError(f"{path} is no JSON text and was not opened; plans are JSON files")
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.axes import Axes, Value, computes, source
-from autopar.choices import choice_of
+from autopar.choices import choice_of, choices
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.layout import Layout, conversion
@@ -92,7 +92,11 @@ def check_ops(plan: Plan, graph: Graph, axes: Axes) -> None:
             raise PlanError(f"the plan does not tell how %{node.name} runs{origin(node)}{AGAIN}")
         found = choice_of(axes, node, tuple(roles), plan.mesh)
         if found is None:
-            raise PlanError(f"ops.{node.name}: it cannot run as {list(roles)} on {plan.mesh}{origin(node)}{AGAIN}")
+            able = list(dict.fromkeys(list(choice.roles) for choice in choices(axes, node, plan.mesh)))
+            raise PlanError(
+                f"ops.{node.name}: it cannot run as {list(roles)} on {plan.mesh}{origin(node)}\n"
+                f"  it can run as {', '.join(map(str, able))}{AGAIN}"
+            )
         for value, wanted in zip(axes.operands(node), found.inputs, strict=True):
             if conversion(layouts[value], wanted, plan.mesh) is None:
                 raise PlanError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from autopar import hf
+from autopar import files, hf
 from autopar.parsing import read_bytes, read_cluster, read_strategy
 from autopar.verify.steps import leaves, loss_of
 from autopar.verify.target import Target
@@ -31,7 +31,19 @@ class Job:
     cluster: str = "detect"
     strategy: str | None = None
     memory: str | None = None
+    plan: str | None = None
     as_json: bool = False
+
+
+def check(job: Job, ranks: int) -> None:
+    """Refuse a wrong call before ranks are started for it."""
+    Target.parse(job.model, hf.settings(list(job.settings)), job.seed).check()
+    if job.strategy:
+        read_strategy(job.strategy).mesh(ranks)
+    if job.memory:
+        read_bytes(job.memory)
+    if job.plan:
+        files.load(job.plan)
 
 
 def work(job: Job) -> None:
@@ -48,9 +60,10 @@ def work(job: Job) -> None:
         example_inputs=(built.args, dict(built.kwargs)) if built.kwargs else built.args,
         memory_bytes=read_bytes(job.memory) if job.memory else None,
         strategy=read_strategy(job.strategy) if job.strategy else None,
+        plan=job.plan,
         seed=job.seed,
     )
-    say(job, {"plan": str(module.plan).splitlines()[0]})
+    say(job, {"plan": str(module.plan).splitlines()[0].removeprefix("plan").strip()})
     optimizer = torch.optim.AdamW(module.parameters(), lr=job.lr)
     for step in range(job.steps):
         started = time.perf_counter()

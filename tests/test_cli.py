@@ -66,6 +66,10 @@ def test_plan_prints_json_that_loads() -> None:
             "UnsupportedError: ddp(): a batch of 12 (args[0]) cannot be",
         ),
         (("plan",), 2, ""),
+        (("plan", MLP, "--set", "nope=3"), 2, "InputError: autopar.models.mlp:divisible: got an unexpected keyword"),
+        (("run", MLP, "--world", "3", "--strategy", "zeor(3)"), 2, "InputError: 'zeor(3)' is no strategy"),
+        (("run", MLP, "--world", "3", "--strategy", "ddp(2)"), 2, "PlanError: ddp(2): 2 devices do not make up the 3"),
+        (("run", MLP, "--world", "3", "--plan", "nothing.json"), 2, "PlanError: nothing.json cannot be read: "),
     ],
 )
 def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code: int, message: str) -> None:
@@ -98,7 +102,7 @@ def test_run_trains_on_real_processes() -> None:
     done = autopar("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines[0]["plan"].startswith("plan  mesh(")
+    assert lines[0]["plan"].startswith("mesh(")
     losses = [line["loss"] for line in lines[1:]]
     assert len(losses) == 3
     assert losses[2] < losses[0]

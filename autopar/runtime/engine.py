@@ -163,7 +163,10 @@ class Engine:
         """Make the first plan's mesh and spread parameters as it stores them."""
         mesh, size = plan.mesh, self.world.size
         if mesh.devices != size:
-            raise PlanError(f"the plan is for {mesh}, which is {mesh.devices} devices; {size} processes are running")
+            raise PlanError(
+                f"the plan is for {mesh}, which is {mesh.devices} devices; {size} processes are running"
+                f"\n  try: torchrun --nproc-per-node {mesh.devices}, or a plan made for {size} devices"
+            )
         made = device_mesh(mesh, self.world.device.type)
         self.place = Place(mesh, made, mesh.coordinate(self.world.rank), self.world.device)
         self.plan = plan

@@ -8,8 +8,9 @@ Plain torch only: the reference process imports this file, and must not know the
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ class Target:
             raise InputError(f"{spec!r} is no model; write package.module:function or hf:ClassName")
         return Target(spec, tuple(sorted((settings or {}).items())), seed, tuple(sys.path))
 
+    def check(self) -> None:
+        """Refuse a function that is not there, before anything is built."""
+        kind, _, name = self.spec.partition(":")
+        if kind != "hf":
+            found(kind, name, dict(self.settings))
+
     def build(self, double: bool = False) -> Built:
         """The model and one batch, drawn from the seed; under a fake mode nothing is allocated."""
         kind, _, name = self.spec.partition(":")
@@ -60,15 +67,25 @@ class Target:
         return self.spec + "".join(f" {k}={v}" for k, v in self.settings)
 
 
-def function(module: str, name: str, settings: dict[str, Any]) -> Built:
-    """What `module:name(**settings)` returns: (model, example inputs)."""
+def found(module: str, name: str, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The function `module:name`, which takes these settings."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        make = getattr(importlib.import_module(module), name)
+        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"cannot find {module}:{name}: {error}") from error
+    try:
+        inspect.signature(make).bind(**settings)
+    except TypeError as error:
+        raise InputError(f"{module}:{name}: {error}\n  try: --set with one of its own arguments") from error
+    return make
+
+
+def function(module: str, name: str, settings: dict[str, Any]) -> Built:
+    """What `module:name(**settings)` returns: (model, example inputs)."""
+    make = found(module, name, settings)
     made = make(**settings)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{module}:{name} must return (model, example inputs), not {type(made).__name__}")
