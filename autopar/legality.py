@@ -92,7 +92,7 @@ def check_ops(plan: Plan, graph: Graph, axes: Axes) -> None:
             raise PlanError(f"the plan does not tell how %{node.name} runs{origin(node)}{AGAIN}")
         found = choice_of(axes, node, tuple(roles), plan.mesh)
         if found is None:
-            able = list(dict.fromkeys(list(choice.roles) for choice in choices(axes, node, plan.mesh)))
+            able = [list(choice.roles) for choice in choices(axes, node, plan.mesh)]
             raise PlanError(
                 f"ops.{node.name}: it cannot run as {list(roles)} on {plan.mesh}{origin(node)}\n"
                 f"  it can run as {', '.join(map(str, able))}{AGAIN}"

@@ -152,6 +152,7 @@ ROWS = WHOLE.with_cut((0, 0), ("data",))
     ("what", "words"),
     [
         ("role", "it cannot run as ['nonsense'] on mesh(data=2)"),
+        ("role", "it can run as [''], ['"),
         ("op", "the plan does not tell how %mm"),
         ("level", "parameters.up.weight: level 3 has one layout"),
         ("shape", "parameters.up.weight.home is [5, 6], but its dims are [10, 6]"),
