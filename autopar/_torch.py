@@ -317,7 +317,7 @@ def plain_ops(*graphs: fx.Graph) -> bool:
 
 
 def below_autograd(passed: bool) -> AbstractContextManager[Any]:
-    """Where `passed`, ops are run without a look at autograd, which costs a collective some 60 microseconds in Python.
+    """Where `passed`, ops are run without a look at autograd, which for a collective is a detour through Python.
 
     Not for ops that use autograd inside.
     """
@@ -340,7 +340,7 @@ def serial_gloo() -> str:
     """Name of a backend that is gloo with one worker thread.
 
     Gloo's own default are two that take turns: while one starts a collective, the other clears away the last one, and
-    once in some ten thousand collectives a process was seen to free a small block of memory twice and die.
+    rarely a process was seen to die of a small block of memory that both hold; see docs/limits.md.
     """
     name = "gloo_serial"
     if name.upper() not in dist.Backend._plugins:

@@ -174,7 +174,7 @@ def loads(text: str, where: str = "plan") -> Plan:
     if version is None:
         raise PlanError(f"{where}: no plan: the field autopar_plan is missing{AGAIN}")
     if version != VERSION:
-        raise PlanError(f"{where}: autopar_plan is {version!r}, this version of autopar reads {VERSION}; plan again")
+        raise PlanError(f"{where}: autopar_plan is {version!r}, this version of autopar reads {VERSION}{AGAIN}")
     try:
         return PlanFile.model_validate(data).plan()
     except ValidationError as error:

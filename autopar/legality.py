@@ -11,13 +11,12 @@ from collections.abc import Iterable
 from autopar.axes import Axes, Value, computes, source
 from autopar.choices import choice_of, choices
 from autopar.errors import PlanError
+from autopar.files import AGAIN
 from autopar.graph import Graph
 from autopar.layout import Layout, conversion
 from autopar.placements import storable
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.units import input_layout
-
-AGAIN = "\n  try: plan again"
 
 
 def check_legal(plan: Plan, graph: Graph, axes: Axes, local: Iterable[str] = ()) -> None:

@@ -108,6 +108,23 @@ def test_run_trains_on_real_processes() -> None:
     assert losses[2] < losses[0]
 
 
+def test_run_takes_a_plan_from_a_file(tmp_path: Path) -> None:
+    made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
+    assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0
+    done = autopar("run", made, "--world", "2", "--cluster", "cpu-gloo", "--steps", "1", "--plan", file, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert told["plan"] == str(files.load(file)).splitlines()[0].removeprefix("plan").strip()
+
+
+def test_a_world_that_contradicts_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = autopar("run", MLP, "--world", "3")
+    assert done.returncode == 2
+    assert "torchrun started 2 processes" in done.stderr
+
+
 # --- words as values --------------------------------------------------------------------------------------------------
 
 

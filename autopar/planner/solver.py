@@ -138,7 +138,7 @@ class Model:
             found = self.branch(left(), seed, set(self.binaries) - self.support(relaxed))
             found = replace(found, status="feasible" if found.found else "unknown", bound=relaxed.bound)
         if not found.found or found.gap > NEAR:
-            found = min(found, self.branch(left(), seed), key=lambda one: one.objective)
+            found = min(self.branch(left(), seed), found, key=lambda one: one.objective)
         bound = min(max(relaxed.bound, found.bound), found.objective)
         return replace(found, bound=bound, seconds=time.monotonic() - started, branched=True)
 
