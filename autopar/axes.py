@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -87,12 +88,14 @@ class Axes:
     factors    value -> sizes of the factors of every dim
     labels     value -> name of every one of those factors ("batch", "heads", "f3", ...)
     instances  node name -> its rule, in letters that are factors
+    known_choices  what `choices.py` has enumerated, by signature of a rule and mesh
     """
 
     factors: dict[Value, Factors]
     labels: dict[Value, tuple[tuple[str, ...], ...]]
     instances: dict[str, Instance]
     unknown: tuple[str, ...] = ()
+    known_choices: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def operands(self, node: fx.Node) -> list[Value]:
         """The values that a node reads, in the order of `Choice.inputs`."""

@@ -38,11 +38,15 @@ class Choice:
 
 
 def choices(axes: Axes, node: fx.Node, mesh: Mesh) -> tuple[Choice, ...]:
-    """Every legal choice of `node`, the whole one first."""
+    """Every legal choice of `node`, the whole one first; ops of the same letters and sizes share them."""
     instance = axes.rule(node)
-    per_axis = [list(roles(instance, mesh.size(axis), node)) for axis in mesh.names]
-    found = (_choice(instance, combination, mesh) for combination in itertools.product(*per_axis))
-    return tuple(c for c in found if c is not None)
+    per_axis = tuple(tuple(roles(instance, mesh.size(axis), node)) for axis in mesh.names)
+    key = (instance.signature, per_axis, mesh)
+    known: tuple[Choice, ...] | None = axes.known_choices.get(key)
+    if known is None:
+        found = (_choice(instance, combination, mesh) for combination in itertools.product(*per_axis))
+        known = axes.known_choices[key] = tuple(c for c in found if c is not None)
+    return known
 
 
 def choice_of(axes: Axes, node: fx.Node, picked: tuple[str, ...], mesh: Mesh) -> Choice | None:

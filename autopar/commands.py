@@ -129,6 +129,7 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Train MODEL for some steps; starts torchrun unless it runs under it already."""
+    from autopar.runtime.world import share_cores
     from autopar.training import Job, check, work
 
     job = Job(model, tuple(settings), seed, steps, lr, cluster, strategy, memory, str(plan) if plan else None, as_json)
@@ -139,6 +140,7 @@ def run_command(
         return
     ranks = world or read_cluster("detect", None, None).devices
     check(job, ranks)
+    share_cores()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run([*command, "-m", "autopar.cli", *sys.argv[1:]], env={"OMP_NUM_THREADS": "1", **os.environ})
     raise typer.Exit(1 if done.returncode else 0)

@@ -6,10 +6,11 @@ In: a graph, its axes, meshes to draw from, a seed.  Out: a `Plan`.  Next: `sear
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
-from autopar.axes import Axes, Value, analyse, computes, source
+from autopar.axes import Axes, Factors, Value, analyse, computes, source
 from autopar.choices import Choice, choices
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, conversion
@@ -33,8 +34,10 @@ def random_plan(
     named = frozenset(local)
     entries = {entry.node: entry for entry in graph.inputs if entry.kind == "parameter"}
     ways = {n.name: choices(axes, n, mesh) for n in graph.fx.nodes if computes(n)}
+    wanted = wishes(axes, graph, ways)
     parameters = {
-        entry.name: rng.choice(kept(axes, graph, ways, node, mesh, entry.trainable)) for node, entry in entries.items()
+        entry.name: rng.choice(kept(axes.factors[node, 0], wanted[node, 0], mesh, entry.trainable))
+        for node, entry in entries.items()
     }
     layouts: dict[Value, Layout] = {}
     ops: dict[str, tuple[str, ...]] = {}
@@ -73,19 +76,18 @@ def handed(kept: ParameterPlan) -> Layout:
     return kept.home if kept.level < 3 else kept.stored
 
 
-def kept(
-    axes: Axes, graph: Graph, ways: dict[str, tuple[Choice, ...]], name: str, mesh: Mesh, trainable: bool
-) -> list[ParameterPlan]:
+def wishes(axes: Axes, graph: Graph, ways: dict[str, tuple[Choice, ...]]) -> dict[Value, list[Layout]]:
+    """For every value, the layouts in which some choice of a reader takes it."""
+    found: dict[Value, list[Layout]] = defaultdict(list)
+    for node in graph.fx.nodes:
+        for i, value in enumerate(axes.operands(node) if node.name in ways else ()):
+            found[value] += [choice.inputs[i] for choice in ways[node.name]]
+    return found
+
+
+def kept(factors: Factors, wanted: Sequence[Layout], mesh: Mesh, trainable: bool) -> list[ParameterPlan]:
     """Every way to keep a parameter, over all levels."""
-    wanted = [
-        choice.inputs[i]
-        for node in graph.fx.nodes
-        if node.name in ways
-        for i, value in enumerate(axes.operands(node))
-        if value == (name, 0)
-        for choice in ways[node.name]
-    ]
-    return list(options(axes.factors[name, 0], wanted, mesh, levels=(0, 1, 2, 3), trainable=trainable))
+    return list(options(factors, wanted, mesh, levels=(0, 1, 2, 3), trainable=trainable))
 
 
 def draw(rng: random.Random, ways: Sequence[Choice], operands: Sequence[Layout], mesh: Mesh) -> Choice:

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ class Instance:
     local: Mapping[str, Local] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """What the choices of an op depend on, besides the mesh and whether a mesh axis may do something at all."""
+        tables = (self.sizes, self.kinds, self.local)
+        return self.inputs, self.outputs, *(tuple(sorted(table.items())) for table in tables)
 
 
 @dataclass(frozen=True)

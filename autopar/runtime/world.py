@@ -84,6 +84,16 @@ class World:
         raise known(f"{doing} failed on rank {rank}: {message}")
 
 
+def share_cores() -> None:
+    """Let the ranks that this process is, or starts, share cores without preempting each other.
+
+    Gloo's thread that receives asks for a lock again and again while it is held; where it may preempt the thread that
+    holds it, it does so for a whole time slice. With 4 ranks on 2 cores a small all-reduce takes a sixth of the time.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def join(device_type: str, devices: int) -> World:
     """Enter the process group that `torchrun` prepared, or one of a single process; check its size first."""
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -180,7 +180,10 @@ def _serve(rank: int, backend: str, pipe: Connection) -> None:
     """What a rank does all its life: take a call, join the group it is for, answer."""
     import torch
 
+    from autopar.runtime.world import share_cores
+
     faulthandler.enable()  # a rank that dies in C++ leaves its Python stack on standard error
+    share_cores()
     torch.set_num_threads(1)
     group: tuple[int, str] | None = None
     while True:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,9 +21,9 @@ from autopar.graph import Graph
 from autopar.moves import Moved, moves
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.verify.compare import KINDS, Error, compare
+from autopar.verify.compare import Comparison, Error
 from autopar.verify.count import Counts
-from autopar.verify.reference import own, read
+from autopar.verify.reference import read
 from autopar.verify.steps import RATES, train
 from autopar.verify.target import Target
 
@@ -64,32 +64,37 @@ def analysed(target: Target) -> Axes:
 def check(
     target: Target, plan_json: str, reference: str, optimizers: Sequence[str], steps: int, device: str = "cpu"
 ) -> Finding:
-    """Train with every optimizer and compare everything with the record in `reference`."""
+    """Train with every optimizer and compare everything with the record in `reference`.
+
+    Collectives and operations are counted under the first optimizer; those of the others are the same. The very
+    last step is compared as whole tensors, as a user would gather them, the others piece by piece.
+    """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = files.loads(plan_json)
-    wanted = read(reference)
-    errors = dict.fromkeys(KINDS, Error())
+    comparison = Comparison(read(reference), RATES)
     counts, memory = Counts(), dict[str, int]()
     built = target.build(double=True)
     module = deliver(built.model, captured(target), analysed(target), plan, target.seed, device)
     restart = restarter(module)
     axes = group_names(module)
+    last = f"{optimizers[-1]}/{steps - 1}/"
+
+    def see(key: str, tensor: torch.Tensor) -> None:
+        comparison.see(key, tensor, whole=key.startswith(last))
+
     for optimizer in optimizers:
         restart()
 
         def during(phase: str, optimizer: str = optimizer) -> AbstractContextManager[Any]:
-            return counts.during(f"{optimizer}/{phase}", axes)
+            return counts.during(phase, axes) if optimizer == optimizers[0] else nullcontext()
 
         def after(torch_optimizer: torch.optim.Optimizer, optimizer: str = optimizer) -> None:
             if optimizer == "adamw":
                 memory.update(stored(module, torch_optimizer))
 
-        ours = train(module, built.args, built.kwargs, optimizer, steps=steps, whole=whole, during=during, after=after)
-        theirs = {k: v for k, v in wanted.items() if k.startswith(f"{optimizer}/")}
-        found = compare(ours, theirs, RATES)
-        errors = {kind: errors[kind].worse(found[kind]) for kind in KINDS}
-    counted, flops = per_step(counts, optimizers[0], steps)
-    return Finding(errors, counted, moves(program_of(module)), flops, memory)
+        train(module, built.args, built.kwargs, optimizer, steps=steps, see=see, during=during, after=after)
+    counted, flops = per_step(counts, steps)
+    return Finding(comparison.finish(), counted, moves(program_of(module)), flops, memory)
 
 
 def restarter(module: Any) -> Callable[[], None]:
@@ -128,20 +133,10 @@ def group_names(module: Any) -> dict[str, str]:
     return {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor as this rank sees it: copies that should be equal are each rank's own."""
-    return own(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-def per_step(counts: Counts, optimizer: str, steps: int) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
-    """Collectives and flops of one step under one optimizer (those of the others are the same)."""
-    mark = f"{optimizer}/"
-    counted = {
-        (kind, axis, phase.removeprefix(mark)): (number // steps, counts.bytes[kind, axis, phase] // steps)
-        for (kind, axis, phase), number in counts.calls.items()
-        if phase.startswith(mark)
-    }
-    return counted, sum(n for phase, n in counts.flops.items() if phase.startswith(mark)) // steps
+def per_step(counts: Counts, steps: int) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
+    """Collectives and flops of one of the `steps` that were counted."""
+    counted = {key: (number // steps, counts.bytes[key] // steps) for key, number in counts.calls.items()}
+    return counted, sum(counts.flops.values()) // steps
 
 
 def stored(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

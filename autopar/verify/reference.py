@@ -76,7 +76,13 @@ def reference(target: Target, optimizer: str, steps: int, counts: Counts) -> Rec
         with counts.during(phase), Double(), draws:  # type: ignore[no-untyped-call]
             yield
 
-    return train(built.model, built.args, built.kwargs, optimizer, steps=steps, whole=own, during=during)
+    record: Record = {}
+
+    def keep(key: str, tensor: torch.Tensor) -> None:
+        record[key] = own(tensor)
+
+    train(built.model, built.args, built.kwargs, optimizer, steps=steps, see=keep, during=during)
+    return record
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

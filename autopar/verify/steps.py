@@ -1,7 +1,7 @@
 """The training loop that the reference and the ranks both run, and what it writes down.
 
-In: a module, its inputs, an optimizer.  Out: every loss, output, gradient, parameter and buffer of every step, by name.
-Next: `reference.py`, `rank.py`.
+In: a module, its inputs, an optimizer.  Out: every loss, output, gradient, parameter and buffer of every step, by name,
+handed to whoever keeps or compares them.  Next: `reference.py`, `rank.py`.
 
 Plain torch only: the reference process imports this file, and must not know the compiler.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 Record = dict[str, torch.Tensor]  # "optimizer/step/kind/name" -> whole tensor
-Whole = Callable[[torch.Tensor], torch.Tensor]
+See = Callable[[str, torch.Tensor], None]  # the same key, the tensor as it is now
 
 RATES = {"sgd": 0.05, "adamw": 1e-3}
 
@@ -71,43 +71,41 @@ def train(
     optimizer: str,
     *,
     steps: int,
-    whole: Whole,
+    see: See,
     during: Callable[[str], AbstractContextManager[Any]] = lambda phase: nullcontext(),
     after: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
-) -> Record:
-    """Train `module` and return everything that happened.
+) -> None:
+    """Train `module` and show everything that happens.
 
-    whole    makes a plain tensor of its own of what the module hands out (all ranks call it in the same order)
+    see      called with every tensor that the module hands out, in the same order on all ranks
     during   context for each "forward" and "backward", for whoever counts
     after    called with the optimizer after each of its steps, while gradients are still there
     """
-    record: Record = {}
     torch_optimizer = make_optimizer(optimizer, module.parameters())
     first = next((leaf for _, leaf in leaves((args, kwargs)) if leaf.dim()), torch.zeros(1))
 
     for step in range(steps):
 
-        def keep(kind: str, name: str, tensor: torch.Tensor, step: int = step) -> None:
-            record[f"{optimizer}/{step}/{kind}/{name}"] = whole(tensor)
+        def show(kind: str, name: str, tensor: torch.Tensor, step: int = step) -> None:
+            see(f"{optimizer}/{step}/{kind}/{name}", tensor)
 
         now_args, now_kwargs = batch_of(step, (tuple(args), dict(kwargs)), first.shape[0])
         with during("forward"):
             outputs = list(leaves(module(*now_args, **now_kwargs)))
         loss_name, loss = loss_of(outputs)
-        keep("loss", loss_name, loss)
+        show("loss", loss_name, loss)
         for name, leaf in outputs:
             if name != loss_name:
-                keep("outputs", name, leaf)
+                show("outputs", name, leaf)
         with during("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                keep("gradients", name, parameter.grad)
+                show("gradients", name, parameter.grad)
         torch_optimizer.step()
         after(torch_optimizer)
         torch_optimizer.zero_grad()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            keep("parameters", name, parameter)
+            show("parameters", name, parameter)
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            keep("buffers", name, buffer)
-    return record
+            show("buffers", name, buffer)

@@ -6,10 +6,19 @@ import math
 
 import torch
 
-from autopar.verify.compare import compare, error
+from autopar.verify.compare import Comparison, Error, error
 from autopar.verify.report import MISMATCH, OK, REFUSED, Report, Row, judge
 
 RATES = {"sgd": 0.05}
+
+
+def compare(
+    ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], rates: dict[str, float]
+) -> dict[str, Error]:
+    comparison = Comparison(reference, rates)
+    for key, tensor in ours.items():
+        comparison.see(key, tensor)
+    return comparison.finish()
 
 
 def test_an_error_is_relative_to_the_largest_entry_of_the_reference() -> None:
