@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo too-big test parity lint format gpu rules golden clean
+.PHONY: help setup demo too-big startup test parity lint format gpu rules golden clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: $(STAMP)  ## plan a GPT, train it on 4 ranks, compare with one device, DDP
 
 too-big: $(STAMP)  ## a model that kills one process under a memory limit trains on 4 ranks
 	$(BIN)/python benchmarks/too_big.py
+
+startup: $(STAMP)  ## GPT-2 small: model to plan (< 10 s), plan to first step (< 5 s beyond the step itself)
+	$(BIN)/python benchmarks/startup.py
 
 test: $(STAMP)  ## every model, family and world at least once (< 15 min)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
