@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar import _torch, adapters, tree
+from autopar.attributes import reading, settle_buffers, unchanged
 from autopar.double import Double, widened
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.graph import Graph, Input
@@ -53,10 +54,13 @@ class Step:
         filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree.unflatten(self.in_tree, filled)
         wide = Double() if self.double else nullcontext()  # type: ignore[no-untyped-call]
-        with swapped(named, values), Tracing(self.model, rng), wide:
-            out = self.model(*args, **kwargs)
+        with unchanged(self.model) as left, swapped(named, values), Tracing(self.model, rng), wide:
+            with reading(self.model) as reads:
+                out = self.model(*args, **kwargs)
+            settle_buffers(self.buffers_, values[len(self.parameters_) :])
             loss = None if self.loss_fn is None else call_loss(self.loss_fn, out, args, kwargs)
-        return self.results(out, loss)
+        self.seen.update(reads=tuple(sorted(reads)), writes=left.writes, kept=[name for name, _ in left.kept])
+        return [*self.results(out, loss), *(tensor.detach().clone() for _, tensor in left.kept)]
 
     def results(self, out: Any, loss: Tensor | None) -> list[Tensor]:
         """The loss first, then the other tensor leaves; fresh tensors, so that none is a view of another."""
@@ -134,6 +138,7 @@ def capture(
         if problem := tree.foreign_argument(leaf, path):
             raise CaptureError(problem)
     step = Step(model, parameters, buffers, in_tree, leaves, loss_fn, double)
+    step.seen["buffers"] = range(len(parameters), len(parameters) + len(buffers))
     sources = [*(p.tensor for p in parameters), *(b.tensor for b in buffers)]
     sources += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     mode = _torch.fake_mode()
@@ -144,7 +149,7 @@ def capture(
         wide = widened if double else (lambda dtype: dtype)
         fakes = tuple(_torch.fake_like(mode, source, wide(source.dtype)) for source in sources)
         rng = _torch.fake_like(mode, torch.zeros(2, dtype=torch.int64))
-        joint = traced(step, (*fakes, rng))
+        joint = without_kept(traced(step, (*fakes, rng)), step.seen)
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
     check_changes(joint, inputs)
@@ -163,6 +168,45 @@ def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
             f"  from {user_line(error.__traceback__)}\n"
             "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
         ) from error
+
+
+def without_kept(joint: _torch.Joint, seen: Mapping[str, Any]) -> _torch.Joint:
+    """The graph without the tensors that forward keeps in attributes: each run computes them again.
+
+    That is right for what follows from constants and buffers alone. What follows from inputs, parameters or random
+    numbers is meant for someone who reads it later.
+    """
+    names = dict(enumerate(seen["kept"], start=len(seen["names"])))
+    if not names:
+        return joint
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    ends = zip(placeholders, joint.inputs, strict=True)
+    allowed = {node for node, (kind, i) in ends if kind == "argument" and i in seen["buffers"]}
+    (output,) = [node for node in joint.graph.nodes if node.op == "output"]
+    pairs = list(zip(joint.results, output.args[0], strict=True))
+    for (kind, i), node in pairs:
+        if kind == "output" and i in names:
+            path, name = names[i]
+            if ancestors(node) & set(placeholders) - allowed:
+                raise CaptureError(
+                    f"the forward of {path or 'the model'} keeps a tensor in its attribute {name} that follows from "
+                    "inputs or parameters, where nobody would find it\n"
+                    "  try: return it from forward, or register a buffer for it"
+                )
+    kept = [pair for pair in pairs if not (pair[0][0] == "output" and pair[0][1] in names)]
+    output.args = ([node for _, node in kept],)
+    joint.graph.eliminate_dead_code()
+    return replace(joint, results=tuple(result for result, _ in kept))
+
+
+def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Every node that a node follows from."""
+    found, todo = {node}, [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return found
 
 
 def check_constants(joint: _torch.Joint, parameters: Sequence[Named]) -> None:

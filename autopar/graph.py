@@ -59,6 +59,8 @@ class Graph:
     out_tree    pytree spec of what forward returned; `out_leaves` tells for each leaf either ("output", index into
                 `outputs`) or ("constant", value)
     attributes  tensors that the graph reads with `get_attr` (constants lifted while tracing)
+    reads       (module path, attribute) of the Python values that forward read on its modules
+    writes      plain values that forward left in attributes, under the same names
     """
 
     fx: fx.Graph
@@ -69,6 +71,8 @@ class Graph:
     out_leaves: tuple[tuple[str, Any], ...] = ()
     constants: dict[int, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
+    reads: tuple[tuple[str, str], ...] = ()
+    writes: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
         """The node called `name`."""

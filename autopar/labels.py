@@ -65,6 +65,8 @@ def label(
         out_leaves=seen["out_leaves"],
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)},
         attributes=joint.attributes,
+        reads=seen["reads"],
+        writes=seen["writes"],
     )
 
 

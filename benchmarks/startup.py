@@ -1,4 +1,4 @@
-"""`make startup`: how long GPT-2 small takes from the model to its plan for 4 devices, and from the plan to a first step.
+"""`make startup`: how long GPT-2 small takes from the model to its plan for 4 devices, and from plan to first step.
 
 The first step on 4 ranks also computes, which takes a second step as long: what is beyond that is the compiler's.
 Exits with 1 when a bound is missed.
@@ -6,6 +6,7 @@ Exits with 1 when a bound is missed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -37,7 +38,7 @@ def first_steps(made: str) -> tuple[float, float, float]:
     for _ in range(2):
         module(*args).backward()
         marks.append(time.perf_counter())
-    ready, first, second = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    ready, first, second = (b - a for a, b in itertools.pairwise(marks))
     return ready, first, second
 
 

@@ -7,6 +7,7 @@ Nothing here is about how things look to a user; that is `module.py`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from autopar.graph import Graph, Input
 from autopar.passes import bind
 from autopar.placements import piece
 from autopar.plan import Plan
+from autopar.runtime.attributes import Watched
 from autopar.runtime.compiler import Compiler
 from autopar.runtime.copies import Copies
 from autopar.runtime.guards import Call, Key, TensorLeaf, agreed, key_of_graph, mode
@@ -29,6 +31,8 @@ from autopar.runtime.spread import layout_of, spread
 from autopar.runtime.step import Frame, Place, Step
 from autopar.runtime.world import World, device_mesh, group_names
 from autopar.tree import unflatten
+
+log = logging.getLogger("autopar")
 
 VALUE_CHECKS = 3  # forwards whose input values are compared across ranks
 
@@ -42,6 +46,7 @@ class Engine:
     copies         compute copies, by the names of the parameters they are of
     rng_step       training forwards so far
     check_inputs   compare values of inputs: None in the first calls, else always or never
+    watched        the Python side of the model
     """
 
     world: World
@@ -55,6 +60,11 @@ class Engine:
     rng_step: int = 0
     calls: int = 0
     check_inputs: bool | None = None
+    watched: Watched = field(init=False)
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on the model's modules and parameters are these."""
+        self.watched = Watched(model)
 
     # ---- running ----
 
@@ -70,19 +80,38 @@ class Engine:
                     slot.get().copy_(buffers[slot.name])
         if model.training:
             self.rng_step += 1
+        self.watched.write(step.program.graph.writes)
         return step.outputs(heads)
 
     def programs_for(self, model: nn.Module, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step:
         """The program for a call that all ranks make alike; its copies are marked stale if any rank found a change."""
         changed = [copies.differ(self.stored(names)) for names, copies in self.copies.items()]
         check = self.calls < VALUE_CHECKS if self.check_inputs is None else self.check_inputs
-        now = mode(model, self.parameters, self.world.device.type)
-        key, flags = agreed(call, now, self.world, values=check, flags=(int(any(changed)),))
+        key, flags = self.agreed(call, check, (int(any(changed)),))
         self.calls += 1
         if any(row[0] for row in flags):
             self.parameters_changed()
-        found = self.programs.get(key) or self.programs.get(replace(key, gradients=True))
-        return found or self.compile(model, key, call)
+        return self.known(key) or self.compile(model, key, call)
+
+    def agreed(self, call: Call, values: bool, flags: tuple[int, ...] = ()) -> tuple[Key, list[list[int]]]:
+        """The key of a call, the same on all ranks; its `state` is still open."""
+        watched = self.watched
+        problem = watched.other_modules()
+        holding = () if problem else watched.holding()
+        now = mode(watched.modules.values(), self.parameters, self.world.device.type)
+        told: dict[str, Any] = {"the model": problem or "as it was", "attributes are those of programs": holding}
+        told |= {"seed": self.compiler.seed, "rng_step": self.rng_step}
+        held = {f"buffer {slot.name}": slot.get() for slot in self.buffers} | watched.tensors()
+        call = replace(call, problem=call.problem or problem)
+        return agreed(call, now, self.world, values=values, flags=flags, told=told, held=held)
+
+    def known(self, key: Key) -> Step | None:
+        """The program for a key in one of the states that the attributes are in."""
+        for state in self.watched.held:
+            here = replace(key, state=state)
+            if found := self.programs.get(here) or self.programs.get(replace(here, gradients=True)):
+                return found
+        return None
 
     def frame(self, step: Step, call: Call) -> tuple[Frame, list[Tensor]]:
         """The arguments of a program, and the tensors that get gradients from it."""
@@ -136,9 +165,8 @@ class Engine:
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make the program for a call like this one."""
         call = Call.of(args, kwargs)
-        now = mode(model, self.parameters, self.world.device.type)
-        key, _ = agreed(call, now, self.world, values=self.check_inputs is not False)
-        if key not in self.programs:
+        key, _ = self.agreed(call, self.check_inputs is not False)
+        if self.known(key) is None:
             self.compile(model, key, call)
 
     def compile(self, model: nn.Module, key: Key, call: Call) -> Step:
@@ -156,7 +184,7 @@ class Engine:
     def adopt(self, model: nn.Module, graph: Graph, plan: Plan) -> None:
         """Take a graph and a plan that were made elsewhere."""
         self.settle(model, plan)
-        now = mode(model, self.parameters, self.world.device.type)
+        now = mode(model.modules(), self.parameters, self.world.device.type)
         self.add(key_of_graph(graph, now, frozenset(plan.inputs)), graph, plan)
 
     def settle(self, model: nn.Module, plan: Plan) -> None:
@@ -172,6 +200,7 @@ class Engine:
         self.plan = plan
         with self.world.agreeing("spreading the parameters"):
             spread(model, self.parameters, self.buffers, plan, self.place, self.compiler.seed)
+        self.watch(model)
 
     def add(self, key: Key, graph: Graph, plan: Plan) -> Step:
         """Emit a plan's program and bind it to this rank."""
@@ -180,7 +209,10 @@ class Engine:
             program = self.compiler.emit(graph, plan)
             bound = bind(program, dict(place.coordinate), group_names(place.device_mesh), place.device)
         step = Step(program, bound, place)
-        self.programs[key] = step
+        again = [known for known in self.programs if replace(known, state=0) == replace(key, state=0)]
+        if again and graph.reads:
+            log.info("another program for this call: %s", self.watched.differences() or "other attributes")
+        self.programs[replace(key, state=self.watched.add(graph.reads))] = step
         names = program.refreshed
         if names and names not in self.copies:
             kept = tuple(plan.parameters[name] for name in names)

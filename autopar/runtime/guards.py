@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Key:
     trainable: tuple[bool, ...]
     autocast: tuple[Any, ...]
     gradients: bool
+    state: int = 0  # of the attributes of its modules, see `attributes.py`
 
     def differs(self, other: Key) -> str:
         """In words, the first thing in which two keys differ."""
@@ -127,16 +129,15 @@ def leaf_names(tree: Tree) -> list[str]:
 
 def leaf_text(leaf: Any) -> str:
     """One leaf as text, on one line and without addresses."""
-    text = str(leaf) if isinstance(leaf, TensorLeaf) else repr(leaf[1])
-    return " ".join(re.sub(r"\b0x[0-9a-f]+", "0x", text).split())
+    return one_line(leaf if isinstance(leaf, TensorLeaf) else repr(leaf[1]))
 
 
 Mode = tuple[tuple[bool, ...], tuple[bool, ...], tuple[Any, ...], bool]
 
 
-def mode(model: nn.Module, parameters: Sequence[Slots], device_type: str) -> Mode:
+def mode(modules: Iterable[nn.Module], parameters: Sequence[Slots], device_type: str) -> Mode:
     """The part of a key that is not about arguments."""
-    training = tuple(module.training for module in model.modules())
+    training = tuple(module.training for module in modules)
     trainable = tuple(slot.get().requires_grad for slot in parameters)
     autocast: tuple[Any, ...] = ()
     if torch.is_autocast_enabled(device_type):
@@ -160,20 +161,27 @@ def key_of_graph(graph: Graph, now: Mode, local: frozenset[str] = frozenset()) -
 
 
 def agreed(
-    call: Call, state: Mode, world: World, *, values: bool, flags: Sequence[int] = ()
+    call: Call,
+    state: Mode,
+    world: World,
+    *,
+    values: bool,
+    flags: Sequence[int] = (),
+    told: Mapping[str, Any] = MappingProxyType({}),
+    held: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Key, list[list[int]]]:
     """The key of a call, once all ranks are found to make the same call; and every rank's `flags`.
 
-    values   compare the numbers of whole inputs too
+    values   compare the numbers of whole inputs too, and of `held`, the other tensors that should be equal
+    told     name -> what must be the same on all ranks beside the call
     """
     lengths = [leaf.shape[0] for leaf in call.leaves if isinstance(leaf, TensorLeaf) and leaf.local]
-    text = describe(call, state, values)
+    text = describe(call, state, values, told, held)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     room = [*lengths[:LOCALS], *[-1] * (LOCALS - len(lengths))]
     rows = world.gather(torch.tensor([digest, len(lengths), *room, *flags])).tolist()
     if any(row[0] != rows[0][0] for row in rows):
-        told = world.gather_text(text)
-        raise InputError(first_difference(told))
+        raise InputError(first_difference(world.gather_text(text)))
     if call.problem:
         raise InputError(call.problem)
     if len(lengths) > LOCALS:
@@ -197,7 +205,7 @@ def with_global_lengths(call: Call, lengths: list[list[int]]) -> tuple[Any, ...]
     return tuple(out)
 
 
-def describe(call: Call, state: Mode, values: bool) -> str:
+def describe(call: Call, state: Mode, values: bool, told: Mapping[str, Any], held: Mapping[str, Tensor]) -> str:
     """What must be the same on all ranks, one line a thing, the name first."""
     lines, hashes = [], []
     structure = f"structure of the arguments\t{outline(call.tree)}"
@@ -209,7 +217,7 @@ def describe(call: Call, state: Mode, values: bool) -> str:
             if leaf.local:
                 text = leaf_text(TensorLeaf(leaf.shape[1:], leaf.dtype, leaf.requires_grad, True))
             elif values and tensor.device.type != "meta":
-                hashes.append(f"hash of the values of {path}\t{checksum(tensor) & (2**64 - 1):016x}")
+                hashes.append(hashed(path, tensor))
         lines.append(f"{path}\t{text}")
     training, trainable, autocast, gradients = state
     lines.append(structure)
@@ -217,7 +225,20 @@ def describe(call: Call, state: Mode, values: bool) -> str:
     lines.append(f"requires_grad of parameters\t{''.join('01'[flag] for flag in trainable)}")
     lines.append(f"autocast\t{autocast or 'off'}")
     lines.append(f"grad mode\t{'on' if gradients else 'off'}")
+    lines += [f"{name}\t{one_line(value)}" for name, value in told.items()]
+    if values:
+        hashes += [hashed(name, tensor) for name, tensor in held.items() if tensor.device.type != "meta"]
     return "\n".join(lines + hashes)
+
+
+def hashed(name: str, tensor: Tensor) -> str:
+    """The line for the numbers of a tensor."""
+    return f"hash of the values of {name}\t{checksum(tensor) & (2**64 - 1):016x}"
+
+
+def one_line(value: Any) -> str:
+    """A value as text without addresses, on one line."""
+    return " ".join(re.sub(r"\b0x[0-9a-f]+", "0x", str(value)).split())
 
 
 def first_difference(texts: list[str]) -> str:
@@ -237,4 +258,6 @@ def first_difference(texts: list[str]) -> str:
         name = next(name for name in ours if ours[name] != theirs[name])
         there = f"{theirs[name]} on rank {rank} but {ours[name]} on rank {usual}"
         what = f"the ranks call the module differently: {name} is {there}"
+        if not any(name.removeprefix("hash of the values of ").startswith(leaf) for leaf in (*LEAF, "structure")):
+            return f"{what}\n  try: the same code, settings and seeds on every rank"
     return f"{what}\n  try: the same global batch on every rank, or autopar.Local(part) where each rank reads its own"

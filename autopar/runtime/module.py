@@ -62,6 +62,7 @@ class ParallelModule(nn.Module):
             engine.adopt(self, graph, plan)
         else:
             spread_provisionally(engine.parameters, engine.buffers, world)
+            engine.watch(self)
 
     # ---- what a user reads and sets ----
 
