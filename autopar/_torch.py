@@ -336,6 +336,11 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
+def wrapper_storage(tensor: torch.Tensor) -> int:
+    """What tells the storage of a DTensor's own shell: assigning to `.data` exchanges it, and nothing else does."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def serial_gloo() -> str:
     """Name of a backend that is gloo with one worker thread.
 

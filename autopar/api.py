@@ -132,7 +132,10 @@ class Compiler:
         told = world.gather_text(fingerprint.digest(expected))
         if len(set(told)) > 1:
             odd = next(r for r, text in enumerate(told) if text != told[0])
-            raise PlanError(f"rank {odd} captured another graph than rank 0: they run different models or versions")
+            raise PlanError(
+                f"rank {odd} captured another graph than rank 0: they run different models, attributes, options of "
+                "parallelize (strategy, memory_bytes, optimizer), unseeded Python random numbers, or versions"
+            )
         text = ""
         with world.agreeing("planning"):
             if world.rank == 0:

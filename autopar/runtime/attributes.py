@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar._torch import wrapper_storage
 from autopar.attributes import PLAIN, Name, Snapshot, snapshot, value_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -38,6 +39,7 @@ class Watched:
         self.modules = dict(self.model.named_modules())
         self.tree = [(path, m, tuple(m._modules.items())) for path, m in self.modules.items()]
         self.parameters = [(path, m, tuple(m._parameters.items())) for path, m in self.modules.items()]
+        self.shells = [(name, p, wrapper_storage(p)) for name, p in self.model.named_parameters()]
 
     def other_modules(self) -> str:
         """What of the tree of submodules and parameters is no longer what was made parallel, or nothing."""
@@ -52,6 +54,12 @@ class Watched:
                         "was made parallel\n  try: change the model first and parallelize it then; to change numbers "
                         "alone, copy them into the parameter"
                     )
+        for name, parameter, shell in self.shells:
+            if wrapper_storage(parameter) != shell:
+                return (
+                    f"parameter {name} was assigned to through .data, which a DTensor does not take over\n"
+                    "  try: parameter.data.copy_(...), or parameter.copy_(...) under torch.no_grad()"
+                )
         return ""
 
     def add(self, names: Iterable[Name]) -> int:

@@ -170,7 +170,15 @@ class Engine:
             self.compile(model, key, call)
 
     def compile(self, model: nn.Module, key: Key, call: Call) -> Step:
-        """A program for a call of a new kind; the first one decides how parameters are stored."""
+        """A program for a call of a new kind; the first one decides how parameters are stored.
+
+        Also where it is first called in inference mode, parameters are made to be trained.
+        """
+        with torch.inference_mode(False):
+            return self.compiled(model, key, call)
+
+    def compiled(self, model: nn.Module, key: Key, call: Call) -> Step:
+        """The same, outside of inference mode."""
         with self.world.agreeing("capturing"):
             graph = self.compiler.graph(plain(model), *whole_arguments(key, call))
             tensors = [leaf for leaf in key.leaves if isinstance(leaf, TensorLeaf)]

@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.runtime import checkpoint, norms
 from autopar.runtime.compiler import Compiler, Fixed
 from autopar.runtime.engine import Engine
-from autopar.runtime.parameters import check_equal, slots
+from autopar.runtime.parameters import check_bare, check_equal, slots
 from autopar.runtime.spread import spread_provisionally
 from autopar.runtime.watch import watch_optimizers
 
@@ -56,6 +56,7 @@ class ParallelModule(nn.Module):
         engine = Engine(world, compiler, slots(model), slots(model, "_buffers"))
         object.__setattr__(self, "_autopar", engine)
         with world.agreeing("comparing the parameters of all ranks"):
+            check_bare(engine.parameters)
             check_equal((*engine.parameters, *engine.buffers), world)
         watch_optimizers(engine)
         if graph is not None and plan is not None:

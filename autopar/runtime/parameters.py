@@ -20,7 +20,8 @@ from autopar.runtime.bits import checksum, combined
 from autopar.runtime.deferred import Deferred, log_checksum
 from autopar.runtime.world import World
 
-OWN = ("_local_tensor", "_spec", "_is_param", "record", "tape")  # attributes of a tensor class, not of the user
+LEFT = "_autopar_left"  # attribute of a parameter whose place a DTensor took: its name
+OWN = ("_local_tensor", "_spec", "_is_param", "record", "tape", LEFT)  # attributes that are not of the user
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Slots:
         """Let another tensor sit there."""
         for module, key in self.places:
             getattr(module, self.kind)[key] = tensor
+
+    def hand_over(self, new: nn.Parameter) -> None:
+        """Let a DTensor take the place of a parameter, which is marked for those who hold it still."""
+        setattr(self.get(), LEFT, self.name)
+        self.put(new)
 
 
 def slots(model: nn.Module, kind: str = "_parameters") -> tuple[Slots, ...]:
@@ -88,6 +94,22 @@ def handle(old: Tensor, new: Tensor) -> nn.Parameter:
         if key not in OWN:
             setattr(parameter, key, value)
     return parameter
+
+
+def check_bare(all_slots: tuple[Slots, ...]) -> None:
+    """No parameter has a gradient or a hook already: they would be lost."""
+    for slot in all_slots:
+        old = slot.get()
+        if old.grad is not None and bool(old.grad.any()):
+            raise InputError(
+                f"parameter {slot.name} has a gradient already, which the parallel module would not know\n"
+                "  try: zero_grad() before parallelize, or the backward after it"
+            )
+        if old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None):
+            raise InputError(
+                f"parameter {slot.name} has hooks for its gradient, which would be lost\n"
+                "  try: register them after parallelize"
+            )
 
 
 def check_equal(all_slots: tuple[Slots, ...], world: World) -> None:

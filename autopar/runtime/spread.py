@@ -35,7 +35,7 @@ def spread_provisionally(parameters: tuple[Slots, ...], buffers: tuple[Slots, ..
             new = DTensor.from_local(
                 local.contiguous(), mesh, [Replicate()], run_check=False, shape=shape, stride=contiguous_stride(shape)
             )
-        slot.put(handle(old, new))
+        slot.hand_over(handle(old, new))
     for slot in buffers:
         if not empty(slot.get()):
             slot.put(slot.get().to(world.device))
@@ -77,6 +77,6 @@ def spread(
         if isinstance(old, DTensor):
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         else:
-            slot.put(new)
+            slot.hand_over(new)
     for slot in buffers:
         slot.put(slot.get().to(place.device))

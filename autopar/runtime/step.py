@@ -142,7 +142,9 @@ class Step:
             elif value is None or output.kind == "loss":
                 heads.append(None if value is None else value.detach())
             else:
-                heads.append(value if layout is None else self.place.hand_out(value.detach(), layout))
+                value = value.detach()
+                # a number is the same on every rank, and needs no DTensor to say so
+                heads.append(value if layout is None or not value.dim() else self.place.hand_out(value, layout))
         return tuple(heads), out[len(self.results) :]
 
     def backward(self, saved: list[Tensor], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
