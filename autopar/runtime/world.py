@@ -95,20 +95,30 @@ def share_cores() -> None:
 
 
 def join(device_type: str, devices: int) -> World:
-    """Enter the process group that `torchrun` prepared, or one of a single process; check its size first."""
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if size != devices:
-        raise ClusterError(
-            f"the cluster has {devices} devices, but {size} processes are running\n"
-            f"  try: torchrun --nproc-per-node {devices} ..., or a cluster of {size} devices"
-        )
+    """Enter the process group that `torchrun` prepared, or one of a single process, and check its size on all ranks."""
+    alone = not dist.is_initialized() and not ("WORLD_SIZE" in os.environ and "RANK" in os.environ)
+    if alone and devices != 1:
+        raise ClusterError(wrong_size(devices, 1))
     backend = BACKENDS.get(device_type, "gloo")
-    if not dist.is_initialized():
-        if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return here(device_type)
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    elif not dist.is_initialized():
+        dist.init_process_group(backend)
+    world = here(device_type)
+    told = world.gather(torch.tensor([devices])).flatten().tolist()
+    wrong = next((rank for rank, number in enumerate(told) if number != world.size), None)
+    if wrong is not None:
+        raise ClusterError(wrong_size(told[wrong], world.size, "" if len(set(told)) == 1 else f" on rank {wrong}"))
+    return world
+
+
+def wrong_size(devices: int, size: int, where: str = "") -> str:
+    """What to say of a cluster that is not what runs."""
+    running = "1 process is" if size == 1 else f"{size} processes are"
+    return (
+        f"the cluster has {devices} devices{where}, but {running} running\n"
+        f"  try: torchrun --nproc-per-node {devices} ..., or a cluster of {size} devices"
+    )
 
 
 def here(device_type: str) -> World:

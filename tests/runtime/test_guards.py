@@ -95,6 +95,16 @@ def test_another_number_of_processes_is_refused_before_anything_is_sent(ranks: P
         assert "the cluster has 4 devices, but 2 processes are running" in outcome.message
 
 
+def one_wrong_cluster() -> None:
+    autopar.parallelize(Net(), autopar.ClusterSpec.preset("cpu-gloo", devices=2 + dist.get_rank()))
+
+
+def test_a_cluster_that_is_wrong_on_one_rank_is_one_error_on_all(ranks: Pool) -> None:
+    for outcome in ranks.outcomes(one_wrong_cluster, world=2):
+        assert outcome.error == "ClusterError"
+        assert "the cluster has 3 devices on rank 1, but 2 processes are running" in outcome.message
+
+
 class Fails(Net):
     """Cannot be captured on rank 1."""
 
