@@ -153,8 +153,9 @@ def nll_backward(
 
 
 @rewrite(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
-def full(build: Builder, node: fx.Node, _: Any, value: Any, *__: Any, **___: Any) -> Any:
-    return build.full(out_shape(node), value, dtype_of(node))
+def full(build: Builder, node: fx.Node, *args: Any, **_: Any) -> Any:
+    """The value stands last, behind a size or a tensor or both."""
+    return build.full(out_shape(node), args[-1], dtype_of(node))
 
 
 @rewrite(aten.scalar_tensor.default)
@@ -171,6 +172,7 @@ def scalar(build: Builder, node: fx.Node, value: Any, **_: Any) -> Any:
     aten.empty_like.default,
     aten.new_empty.default,
     aten.empty_strided.default,
+    aten.empty_permuted.default,
     aten.new_empty_strided.default,
 )
 def zeros(build: Builder, node: fx.Node, *_: Any, **__: Any) -> Any:

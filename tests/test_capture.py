@@ -457,3 +457,32 @@ def test_numbers_made_inside_are_wide_too() -> None:
     graph = capture(model, args, double=True)
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-15
     assert all(n.meta["val"].dtype != torch.float32 for n in graph.fx.nodes if n.op == "call_function")
+
+
+class Makes(nn.Module):
+    """Every way to make a tensor of one number, with and without a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        f32, aten = torch.float32, torch.ops.aten
+        made = [
+            *(h.new_full((5,), 2.5), h.new_full((5,), 3, dtype=torch.int64), torch.full((5,), 1.5)),
+            *(torch.full((5,), True), torch.full_like(h, 4), torch.full_like(h, 1.7, dtype=torch.int32)),
+            *(h.new_ones(5), h.new_ones((5,), dtype=torch.int64), torch.ones(5), torch.ones_like(h, dtype=f32)),
+            *(h.new_zeros(5), torch.zeros(5, dtype=torch.int32), torch.zeros_like(h), h.detach().clone().zero_()),
+            *(h.detach().clone().fill_(0.5), h.new_empty(5).fill_(7), torch.empty(5).fill_(0.3), aten.fill(h, 2)),
+            *(torch.empty_like(h).fill_(-1), torch.empty_strided((6, 5), (1, 6)).fill_(0.7)),
+        ]
+        keep = torch.bernoulli(h.new_full((h.shape[0], 1), 0.7)) / 0.7  # as in stochastic depth
+        loss = F.binary_cross_entropy(h.sigmoid(), torch.full_like(h, 0.3)) + torch.lerp(h, h * h, 0.2).sum()
+        return sum((i * (m * h).sum() for i, m in enumerate(made)), start=loss) + (keep * h).sum()
+
+
+def test_every_way_to_make_a_tensor_of_one_number() -> None:
+    model, args = Makes(), (torch.randn(6, 4),)
+    graph = capture(model, args, double=True)
+    assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13
