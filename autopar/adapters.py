@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,17 +27,6 @@ linalg_vector_norm linspace eye dot vdot mv
 def decompositions() -> dict[Any, Any]:
     """Rare ops that are taken apart while tracing; the common ones are handled by `normalise.py`."""
     return _torch.decompositions(DECOMPOSED.split())
-
-
-def takes_more_than_one(function: Callable[..., Any]) -> bool:
-    """The function has room for more than one positional argument."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
-    return len(required) > 1 or any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
 @contextmanager

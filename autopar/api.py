@@ -49,8 +49,9 @@ def parallelize(
 
     example_inputs  a tuple of arguments, a dict of keyword arguments, or (tuple, dict); without them the plan is made
                     at the first call
-    loss_fn         for models that return no scalar: `loss_fn(output)` or `loss_fn(output, *args, **kwargs)`; the
-                    module then returns the loss
+    loss_fn         for models that return no scalar, a function or a module: `loss_fn(output)` or, if it needs more
+                    than one argument, `loss_fn(output, *args, **kwargs)` with those of the model's call; the module
+                    then returns the loss
     optimizer       the class that will be used, for the memory of its state
     memory_bytes    budget of one device; by default the cluster's
     precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons

@@ -23,6 +23,7 @@ from autopar.double import Double, widened
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.labels import label
+from autopar.loss import call_loss
 from autopar.normalise import normalise
 from autopar.opaque_module import opaque
 from autopar.swap import Named, named_tensors, swapped
@@ -87,15 +88,6 @@ class Step:
         return results
 
 
-def call_loss(loss_fn: Callable[..., Any], out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """`loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` with the call's own arguments where it takes more."""
-    loss = loss_fn(out, *args, **kwargs) if adapters.takes_more_than_one(loss_fn) else loss_fn(out)
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError(f"loss_fn must return a scalar floating-point tensor, not {what}")
-    return loss
-
-
 def loss_leaf(leaves: Sequence[Any]) -> int | None:
     """Position of the first scalar floating-point leaf that needs a gradient."""
     for i, leaf in enumerate(leaves):
@@ -126,8 +118,8 @@ def capture(
 ) -> Graph:
     """The joint graph of one call `model(*args, **kwargs)` and its backward.
 
-    loss_fn   `loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` if it takes more than one argument; without it
-              the loss is the first scalar floating-point leaf of the output
+    loss_fn   a function or a module: `loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` if it needs more than one
+              argument; without it the loss is the first scalar floating-point leaf of the output
     double    every float32 in the graph becomes float64 (for comparisons)
 
     Raises `CaptureError` where the step is not one graph.

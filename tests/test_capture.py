@@ -161,6 +161,53 @@ def test_a_loss_fn_that_is_no_scalar_is_refused() -> None:
         capture(Plain(), (torch.randn(5, 4),), loss_fn=lambda out: out.y)
 
 
+class Forecast(nn.Linear):
+    """Takes the labels, but leaves the loss to others."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class Size(nn.Module):
+    def forward(self, out: Tensor) -> Tensor:
+        return out.square().mean()
+
+
+def cross_entropy(out: Tensor, x: Tensor, *, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "labels", "want"),
+    [
+        (nn.MSELoss(), {}, lambda out, x, y: F.mse_loss(out, x)),
+        (nn.HuberLoss(), {}, lambda out, x, y: F.huber_loss(out, x)),
+        (F.l1_loss, {}, lambda out, x, y: F.l1_loss(out, x)),
+        (Size(), {}, lambda out, x, y: out.square().mean()),
+        (cross_entropy, {"y": torch.tensor([3, 1, 2])}, lambda out, x, y: F.cross_entropy(out, y)),
+    ],
+)
+def test_a_loss_module_takes_what_a_function_of_its_signature_would(loss_fn: Any, labels: Any, want: Any) -> None:
+    model, x = Forecast(4, 4).double(), torch.randn(3, 4).double()
+    loss = run_graph(capture(model, (x,), labels, loss_fn=loss_fn), model, (x,), labels)["loss", "loss"]
+    assert torch.allclose(loss, want(model(x), x, labels.get("y")))
+
+
+def test_a_loss_fn_that_does_not_take_what_it_gets_is_named_with_how_it_was_called() -> None:
+    x, y = torch.randn(3, 4), torch.tensor([3, 1, 2])
+    with pytest.raises(CaptureError) as caught:
+        capture(Forecast(4, 4), (x, y), loss_fn=nn.CrossEntropyLoss())
+    assert str(caught.value) == (
+        "loss_fn CrossEntropyLoss(input, target) failed on (output float32[3, 4], args[0] float32[3, 4], "
+        "args[1] int64[3]): CrossEntropyLoss.forward() takes 3 positional arguments but 4 were given\n"
+        "  try: a function of the output and every argument of the model's call, like "
+        "loss_fn=lambda out, x, y: F.cross_entropy(out, y); where the model does not take the labels, a module of "
+        "yours around it that does"
+    )
+    with pytest.raises(CaptureError, match=r"loss_fn .*\(out, x\) failed on(.|\n)*from test_capture.py:\d+, in .*mm"):
+        capture(Forecast(4, 5), (x,), loss_fn=lambda out, x: out.mm(x).sum())
+
+
 class Stranger:
     pass
 
