@@ -114,6 +114,35 @@ def power(build: Builder, node: fx.Node, x: Any, exponent: Any) -> Any:
     return x if exponent == 1 and dtype_of(node) == dtype_of(x) else None
 
 
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+BOOLEANS = (torch.bool, torch.uint8)  # torch takes uint8 for a mask too, if grudgingly
+
+
+@rewrite(aten.index_put.default)
+def masked_put(
+    build: Builder, node: fx.Node, x: Any, indices: Any, value: Any, accumulate: bool = False, *_: Any
+) -> Any:
+    """`x[mask] = value` is a `where`, if one mask picks and every place gets the same value, so that none is counted.
+
+    The mask stands for as many dims as it has, from the first that is indexed.
+    """
+    (*before, mask) = indices
+    if any(i is not None for i in before) or mask is None or dtype_of(mask) not in BOOLEANS:
+        return None
+    rest = len(shape_of(x)) - len(before) - len(shape_of(mask))
+    sizes = list(shape_of(value))
+    at = len(sizes) - rest - 1  # where the value has a dim that runs over the places, if it has one
+    if at >= 0:
+        if sizes[at] != 1:
+            return None
+        sizes[at : at + 1] = [1] * len(shape_of(mask))
+    mask = build.view(build.cast(mask, torch.bool), [*shape_of(mask), *[1] * rest])
+    value = build.cast(build.view(value, sizes), dtype_of(x))
+    put = build.call(aten.add.Tensor, x, value) if accumulate else value
+    return build.call(aten.where.self, mask, put, x)
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 SUM = 2  # torch's number for reduction="sum"

@@ -533,3 +533,37 @@ def test_every_way_to_make_a_tensor_of_one_number() -> None:
     model, args = Makes(), (torch.randn(6, 4),)
     graph = capture(model, args, double=True)
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13
+
+
+class Puts(nn.Module):
+    """Masked assignments where all places get one value, and one where they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, rows: Tensor, deep: Tensor) -> Tensor:
+        h = self.a(x)
+        z = h.clone()
+        z[z < 0] = 0.25
+        z[rows] = -1.0
+        z[rows.flip(0)] = x.mean(0)[:1].expand(5)
+        z[:, rows[:5]] = 3.0
+        cube = torch.stack([h, h * h], 1)
+        cube[deep] = torch.arange(5).to(h.dtype)
+        cube[:, h[:2] > 0] = cube.new_zeros(6, 1)
+        cube[rows.to(torch.uint8)] = torch.ones(1, 1, 5, dtype=h.dtype)
+        cube.index_put_((rows[:, None] & deep,), h.new_tensor(0.5), accumulate=True)
+        return z.square().sum() + cube.square().sum()
+
+
+def masked() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    rows = torch.tensor([True, False, False, True, False, True])
+    return Puts(), (torch.randn(6, 4), rows, torch.rand(6, 2) < 0.6)
+
+
+def test_a_masked_assignment_is_a_where() -> None:
+    model, args = masked()
+    graph = capture(model, args, double=True)
+    assert not [op for op in ops(graph) if "index" in op]
+    assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13

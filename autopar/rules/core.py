@@ -228,3 +228,18 @@ def instantiate(
         names=dict(names or {}),
         positional=frozenset(positional.split()),
     )
+
+
+def run_whole(node: fx.Node) -> Instance:
+    """No dim of any operand or result may be cut."""
+    sizes: dict[str, int] = {}
+
+    def dims(tensor: torch.Tensor, prefix: str) -> tuple[tuple[str, ...], ...]:
+        out = tuple((f"{prefix}{d}",) if n != 1 else () for d, n in enumerate(tensor.shape))
+        sizes.update({f"{prefix}{d}": n for d, n in enumerate(tensor.shape) if n != 1})
+        return out
+
+    inputs = tuple(dims(o.meta["val"], f"i{i}.") for i, o in enumerate(operands(node)))
+    made = enumerate(results(node))
+    outputs = tuple(dims(t, f"o{i}.") if isinstance(t, torch.Tensor) else () for i, t in made)
+    return Instance(inputs, outputs, sizes, whole=frozenset(sizes))

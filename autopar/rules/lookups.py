@@ -5,10 +5,11 @@ In: nothing.  Out: rows of the rule table.  Next: `special.py`.
 
 from __future__ import annotations
 
-from torch import fx, ops
+import torch
+from torch import Tensor, fx, ops
 
 from autopar.rules import local
-from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule, run_whole
 
 aten = ops.aten
 
@@ -78,8 +79,8 @@ def index(node: fx.Node) -> Instance:
     picks = [given[i].meta["val"] for i in where]
     wide = max(p.dim() for p in picks)
     together = where == list(range(where[0], where[-1] + 1))
-    if any(p.dtype.is_floating_point or str(p.dtype) == "torch.bool" for p in picks):
-        raise NotImplementedError("a boolean index has a size that depends on data")
+    if any(boolean(p) for p in picks):
+        return run_whole(node)
     spread = [f"q{i}" for i in range(wide)]
     rest = [None if d in where else f"t{d}" for d in range(table.dim())]
     before = [x for d, x in enumerate(rest) if x and d < where[0]] if together else []
@@ -91,12 +92,19 @@ def index(node: fx.Node) -> Instance:
     return _listed(node, [source, *ins], outs, " ".join(f"v{d}" for d in where), frozenset([0]))
 
 
+def boolean(pick: Tensor) -> bool:
+    """An index that stands for as many dims of the table as it has, and picks as many places as it is true at."""
+    return pick.dtype in (torch.bool, torch.uint8)
+
+
 @computed([aten.index_put.default], "v ..., q, q ... -> v ...")
 def index_put(node: fx.Node) -> Instance:
     table, values = operands(node)[0].meta["val"], operands(node)[-1].meta["val"]
     given = list(args_of(node)[1])
     where = [i for i, x in enumerate(given) if x is not None]
     picks = [given[i].meta["val"] for i in where]
+    if any(boolean(p) for p in picks):
+        return run_whole(node)
     wide = max(p.dim() for p in picks)
     spread = [f"q{i}" for i in range(wide)]
     source = [f"v{d}" if d in where else f"t{d}" for d in range(table.dim())]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import fx
 
 from autopar.rules import lookups, matmul, pointwise, reductions, special, views  # noqa: F401  (they fill the table)
-from autopar.rules.core import RULES, Instance, operands, results
+from autopar.rules.core import RULES, Instance, run_whole
 
 log = logging.getLogger("autopar")
 
@@ -23,18 +22,3 @@ def lookup(node: fx.Node) -> tuple[Instance, bool]:
     if pointwise.is_pointwise(node):
         return pointwise.pointwise(node), True
     return run_whole(node), False
-
-
-def run_whole(node: fx.Node) -> Instance:
-    """No dim of any operand or result may be cut."""
-    sizes: dict[str, int] = {}
-
-    def dims(tensor: torch.Tensor, prefix: str) -> tuple[tuple[str, ...], ...]:
-        out = tuple((f"{prefix}{d}",) if n != 1 else () for d, n in enumerate(tensor.shape))
-        sizes.update({f"{prefix}{d}": n for d, n in enumerate(tensor.shape) if n != 1})
-        return out
-
-    inputs = tuple(dims(o.meta["val"], f"i{i}.") for i, o in enumerate(operands(node)))
-    made = enumerate(results(node))
-    outputs = tuple(dims(t, f"o{i}.") if isinstance(t, torch.Tensor) else () for i, t in made)
-    return Instance(inputs, outputs, sizes, whole=frozenset(sizes))

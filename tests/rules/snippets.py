@@ -46,6 +46,11 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "index apart": (lambda x, i, j: aten.index(x, [i, None, j]), (rand(6, 4, 5), index(6, 3), index(5, 3))),
     "index_put": (lambda x, i, v: aten.index_put(x, [i], v), (rand(6, 4), torch.tensor([4, 1, 2]), rand(3, 4))),
     "index_put add": (lambda x, i, v: aten.index_put(x, [i], v, True), (rand(6, 4), index(6, 3), rand(3, 4))),
+    "index_put mask and number": (
+        lambda x, m, i, v: aten.index_put(x, [None, m, i], v),
+        (rand(3, 4, 6), mask(4), index(6, 1), rand(3, 1)),
+    ),
+    "index_put mask": (lambda x, m, v: aten.index_put(x, [m], v), (rand(4, 6, 5), mask(4, 6), rand(5))),
     "where": (lambda c, a, b: aten.where(c, a, b), (mask(4, 6), rand(4, 6), rand(6))),
     "masked_fill": (lambda a, c: aten.masked_fill.Scalar(a, c, 0), (rand(4, 6), mask(4, 6))),
     "zeros_like": (lambda x: aten.zeros_like(x), (rand(4, 6),)),
