@@ -178,6 +178,37 @@ def nll_backward(
     return build.call(aten.nll_loss_backward.default, grad, x, target, weight, SUM, ignore, count)
 
 
+def by_row(build: Builder, x: Any) -> Any:
+    """[n, classes, h, w] as [n h w, classes]."""
+    last = build.permute(x, [0, 2, 3, 1])
+    return build.view(last, [math.prod(shape_of(last)[:3]), shape_of(last)[3]])
+
+
+@rewrite(aten.nll_loss2d_forward.default)
+def nll_2d(build: Builder, node: fx.Node, x: Any, target: Any, weight: Any, reduction: int, ignore: int) -> Any:
+    """Labels of a picture, or of a sequence with the classes in front of it, are rows like any others."""
+    args = (by_row(build, x), build.view(target, [math.prod(shape_of(target))]), weight, reduction, ignore)
+    made = nll(build, node, *args)
+    if made is None:
+        both = build.call(aten.nll_loss_forward.default, *args)
+        made = build.view(build.call(GETITEM, both, 0), shape_of(target)), build.call(GETITEM, both, 1)
+    return made
+
+
+@rewrite(aten.nll_loss2d_backward.default)
+def nll_2d_backward(
+    build: Builder, node: fx.Node, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, count: Any
+) -> Any:
+    n, classes, *picture = shape_of(x)
+    rows = [math.prod(shape_of(target))]
+    grad = build.view(grad, rows) if reduction == 0 else grad
+    args = (grad, by_row(build, x), build.view(target, rows), weight, reduction, ignore, count)
+    made = nll_backward(build, node, *args)
+    if made is None:
+        made = build.call(aten.nll_loss_backward.default, *args)
+    return build.permute(build.view(made, [n, *picture, classes]), [0, 3, 1, 2])
+
+
 # ---- factories -------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from autopar.passes.sink_waits import sink_waits
 from autopar.program import Program
 from autopar.rules.bind import Site, run_of
 from autopar.rules.core import RULES, args_of, operands
+from autopar.rules.pointwise import is_pointwise
 
 aten = ops.aten
 
@@ -54,6 +55,11 @@ def bind(
 
 def is_vector(node: fx.Node) -> bool:
     return bool(node.meta["val"].dim() == 1)
+
+
+def dense(x: fx.Node) -> fx.Node:
+    """Contiguous, as any kernel takes it: what the model did to make it so for an op without a rule went in capture."""
+    return x.graph.call_function(aten.contiguous.default, (x,))
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ class _Binder:
             args = (*args[: entry.shape], shape, *args[entry.shape + 1 :])
         if "device" in kwargs:
             kwargs["device"] = self.device
+        if entry is None and hasattr(target, "_schema") and not is_pointwise(node):
+            args, kwargs = fx.node.map_arg((args, kwargs), dense)
         new = fresh.call_function(target, tuple(args), kwargs)
         new.meta = {k: node.meta[k] for k in ("phase", "module", "source", "origin") if k in node.meta}
         new.meta["vector"] = target is aten.add.Tensor and len(operands(node)) == 2 and is_vector(operands(node)[1])

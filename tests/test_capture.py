@@ -567,3 +567,33 @@ def test_a_masked_assignment_is_a_where() -> None:
     graph = capture(model, args, double=True)
     assert not [op for op in ops(graph) if "index" in op]
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13
+
+
+class Pictures(nn.Module):
+    """Labels with the classes in front of the sequence or picture, reduced in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 7)
+        self.register_buffer("weight", torch.rand(7))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        log = F.log_softmax(h, -1).transpose(1, 2)
+        loss = F.nll_loss(log, y) + F.nll_loss(log, y, ignore_index=2, reduction="sum")
+        loss = loss + (F.nll_loss(log, y, reduction="none") * y).sum() + F.nll_loss(log, y, weight=self.weight)
+        loss = loss + F.cross_entropy(h.transpose(1, 2), y, weight=self.weight, ignore_index=2, label_smoothing=0.1)
+        picture = log.unflatten(2, (2, 3)).contiguous()
+        labels = y.unflatten(1, (2, 3))
+        return loss + F.nll_loss(picture, labels) + F.nll_loss(picture, labels, self.weight, reduction="none").sum()
+
+
+def pictures() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Pictures(), (torch.randn(5, 6, 4), torch.randint(7, (5, 6)))
+
+
+def test_labels_of_pictures_are_rows() -> None:
+    model, args = pictures()
+    graph = capture(model, args, double=True)
+    assert not [op for op in ops(graph) if "2d" in op]
+    assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13
