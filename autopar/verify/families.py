@@ -75,8 +75,8 @@ def zero(level: int) -> Callable[[Plan, Counted], bool]:
         )
 
     def shows_3(plan: Plan, counted: Counted) -> bool:
-        gathers = ran(counted, "all_gather", "forward") and ran(counted, "all_gather", "backward")
-        return some(plan, lambda p: p.level == 3 and bool(p.stored.axes)) and gathers
+        """Gathers in forward; those in backward are only where a gradient needs the parameter again."""
+        return some(plan, lambda p: p.level == 3 and bool(p.stored.axes)) and ran(counted, "all_gather", "forward")
 
     return shows_3 if level == 3 else shows
 
