@@ -26,6 +26,7 @@ from autopar.labels import label
 from autopar.loss import call_loss
 from autopar.normalise import normalise
 from autopar.opaque_module import opaque
+from autopar.refusals import check_parameters
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
 
@@ -125,6 +126,7 @@ def capture(
     Raises `CaptureError` where the step is not one graph.
     """
     parameters, buffers = named_tensors(model)
+    check_parameters(parameters)
     leaves, in_tree = tree.flatten((tuple(args), dict(kwargs or {})))
     for path, leaf in zip(argument_paths(in_tree), leaves, strict=True):
         if problem := tree.foreign_argument(leaf, path):

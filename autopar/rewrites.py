@@ -25,6 +25,8 @@ from autopar.rewrite_table import GETITEM, out_shape, rewrite
     aten.contiguous.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
 )
 def nothing(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
     return x
@@ -94,6 +96,15 @@ def scaled(build: Builder, x: Any, factor: Any) -> Any:
 def addmm(build: Builder, node: fx.Node, bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     product = scaled(build, build.call(aten.mm.default, a, b), alpha)
     return product if beta == 0 else build.call(aten.add.Tensor, product, scaled(build, bias, beta))
+
+
+# A conjugate or negative that is only marked as one would lose its mark where its memory is sent to other devices.
+MARKED: dict[Any, Any] = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+
+
+@rewrite(*MARKED)
+def computed(build: Builder, node: fx.Node, x: Any) -> Any:
+    return build.call(MARKED[node.target], x)
 
 
 SCALARS: dict[Any, Any] = {

@@ -57,6 +57,10 @@ def is_vector(node: fx.Node) -> bool:
     return bool(node.meta["val"].dim() == 1)
 
 
+def is_complex(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_complex())
+
+
 def dense(x: fx.Node) -> fx.Node:
     """Contiguous, as any kernel takes it: what the model did to make it so for an op without a rule went in capture."""
     return x.graph.call_function(aten.contiguous.default, (x,))
@@ -83,7 +87,7 @@ class _Binder:
             if node in grouped:
                 self.run_buckets(groups, node, lowering, env)
             elif "step" in node.meta:
-                env[node] = lowering.step(env[node.args[0]], node.meta["step"])
+                env[node] = lowering.step(env[node.args[0]], node.meta["step"], is_complex(node))
             elif node.target in SPANS:
                 layout, dim = node.meta["span"]
                 start, length = run_of(layout, dim, self.mesh, self.coordinate)
@@ -111,7 +115,7 @@ class _Binder:
             if group is not None and group.nodes[0] not in env:
                 xs = [env[args_of(n)[0]] for n in group.nodes]
                 steps = [n.meta["step"] for n in group.nodes]
-                env.update(zip(group.nodes, lowering.steps(xs, steps), strict=True))
+                env.update(zip(group.nodes, lowering.steps(xs, steps, is_complex(group.nodes[0])), strict=True))
 
     def attributes(self, graph: fx.Graph) -> dict[str, Any]:
         """The constants that a graph reads, on the device."""

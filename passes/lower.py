@@ -34,6 +34,7 @@ class Lowering:
     """Where nodes go, and for which device.
 
     `tail` is the number of the collective whose result is being unpacked, None elsewhere; see `sink_waits.py`.
+    Complex numbers, which gloo does not know, travel as pairs of real ones.
     """
 
     graph: fx.Graph
@@ -49,18 +50,23 @@ class Lowering:
             node.meta["tail"] = self.tail
         return node
 
-    def step(self, x: fx.Node, step: Step) -> fx.Node:
-        """The nodes of one step."""
+    def step(self, x: fx.Node, step: Step, pairs: bool = False) -> fx.Node:
+        """The nodes of one step; `pairs`: of complex numbers."""
         if step.kind not in MOVES:
             return {"slice": self.slice, "to_pending": self.to_pending, "relabel": self.relabel}[step.kind](x, step)
-        sent = self.packed(x, step)
-        moved = self.move(sent, step)
-        self.tail, self.count = self.count, self.count + 1
-        out = self.unpacked(self.wait(moved, sent, step), step)
+        out = self.unpacked(self.moved(self.packed(x, step), step, pairs), step)
         self.tail = None
         return out
 
-    def steps(self, xs: list[fx.Node], steps: list[Step]) -> list[fx.Node]:
+    def moved(self, sent: fx.Node, step: Step, pairs: bool) -> fx.Node:
+        """What arrives for what is sent; from here on the nodes unpack it."""
+        sent = self.call(aten.view_as_real.default, sent) if pairs else sent
+        started = self.move(sent, step)
+        self.tail, self.count = self.count, self.count + 1
+        got = self.wait(started, sent, step)
+        return self.call(aten.view_as_complex.default, got) if pairs else got
+
+    def steps(self, xs: list[fx.Node], steps: list[Step], pairs: bool = False) -> list[fx.Node]:
         """Steps of one kind along one axis as one collective over what they send, side by side."""
         n, first = self.mesh.size(steps[0].axis), steps[0]
         rows = 1 if first.kind != "reduce_scatter" else n
@@ -69,11 +75,8 @@ class Lowering:
         widths = [math.prod(shape) // rows for shape in shapes]
         flat_ = [self.call(aten.reshape.default, x, [rows, w]) for x, w in zip(sent, widths, strict=True)]
         joined = self.call(aten.reshape.default, self.call(aten.cat.default, flat_, 1), [rows * sum(widths)])
-        moved = self.move(joined, first)
-        self.tail, self.count = self.count, self.count + 1
-        got = self.call(
-            aten.reshape.default, self.wait(moved, joined, first), [n if first.kind == "all_gather" else 1, sum(widths)]
-        )
+        got = self.moved(joined, first, pairs)
+        got = self.call(aten.reshape.default, got, [n if first.kind == "all_gather" else 1, sum(widths)])
         out, at = [], 0
         for step, width in zip(steps, widths, strict=True):
             part = self.call(aten.slice.Tensor, got, 1, at, at + width)

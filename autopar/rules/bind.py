@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, ops
+import torch
+from torch import Tensor, fx, ops
 
 from autopar.layout import Layout, Mesh
 
@@ -52,6 +53,15 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 def view(at: Site) -> Call:
     """Every reshaping becomes `reshape` to the local sizes."""
     return aten.reshape.default, (at.args[0], at.shape(at.results[0])), {}
+
+
+def view_as_complex(at: Site) -> Call:
+    """Pairs must lie side by side, which those of a piece may not."""
+    return complex_of, at.args, {}
+
+
+def complex_of(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.contiguous())
 
 
 def slice(at: Site) -> Call:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx, ops
 
+from autopar.rules import bind
 from autopar.rules.core import Instance, args_of, computed, instantiate, rule, slots
 
 aten = ops.aten
@@ -20,6 +21,9 @@ rule(aten.div.Scalar, "... -> ...", linear="each")
 rule(aten.neg.default, "... -> ...", linear="each")
 rule(aten.where.self, "..., ..., ... -> ...", linear="1+2")
 rule(aten.zeros_like.default, "... -> ...")
+rule([aten.complex.default, aten.polar.default], "..., ... -> ...")
+rule(aten.view_as_real.default, "... -> ... p", whole="p", linear="each")
+rule(aten.view_as_complex.default, "... p -> ...", whole="p", linear="each", bind=bind.view_as_complex)
 # the backward of these is linear in the gradient that comes in, operand 0
 rule([aten.gelu_backward.default, aten.silu_backward.default], "..., ... -> ...", linear="0")
 rule([aten.sigmoid_backward.default, aten.tanh_backward.default], "..., ... -> ...", linear="0")

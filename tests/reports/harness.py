@@ -48,8 +48,9 @@ def deliver(make: Callable[[], Made], family: str, **options: Any) -> tuple[Any,
 
 
 def whole(tensor: Any) -> Tensor:
-    """The whole plain tensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    """The whole plain tensor, complex numbers as pairs."""
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return torch.view_as_real(full) if full.is_complex() else full
 
 
 def gap(ours: Any, theirs: Any) -> float:

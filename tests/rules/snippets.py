@@ -52,6 +52,10 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
     "index_put mask": (lambda x, m, v: aten.index_put(x, [m], v), (rand(4, 6, 5), mask(4, 6), rand(5))),
     "where": (lambda c, a, b: aten.where(c, a, b), (mask(4, 6), rand(4, 6), rand(6))),
+    "pairs": (
+        lambda a, b: aten.view_as_complex(aten.view_as_real(aten.complex(a, b) * aten.polar(a, b))),
+        (rand(4, 6), rand(4, 6)),
+    ),
     "masked_fill": (lambda a, c: aten.masked_fill.Scalar(a, c, 0), (rand(4, 6), mask(4, 6))),
     "zeros_like": (lambda x: aten.zeros_like(x), (rand(4, 6),)),
     "div scalar": (lambda x: aten.div.Scalar(x, 3), (rand(4, 6),)),

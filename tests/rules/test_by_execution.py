@@ -76,6 +76,8 @@ def values_of(node: fx.Node, graph: Graph) -> dict[str, Tensor]:
             found[entry.node] = torch.tensor([7, 3])
         elif val.dtype == torch.bool:
             found[entry.node] = torch.rand(val.shape, generator=generator) < 0.6
+        elif val.dtype.is_complex:
+            found[entry.node] = torch.rand(val.shape, generator=generator, dtype=val.dtype) + 0.3
         elif not val.dtype.is_floating_point:
             found[entry.node] = torch.randint(0, 3, val.shape, generator=generator, dtype=val.dtype)
         else:
@@ -141,6 +143,7 @@ def check(node: fx.Node) -> int:
             plan = Plan(mesh, {op.name: choice.roles}, {}, inputs=layouts)
             found, _ = run(emit(graph, axes, plan), values, [])
             for i, (got, want) in enumerate(zip(found, expected, strict=True)):
+                got, want = (torch.view_as_real(t) if t.is_complex() else t for t in (got, want))
                 scale = max(float(want.abs().max()), 1e-30) if want.numel() and want.is_floating_point() else 1.0
                 error = float((got.double() - want.double()).abs().max()) / scale if want.numel() else 0.0
                 assert error < 1e-9, f"{node.target} result {i} under {choice.roles} on {mesh}: off by {error:.1e}"
