@@ -239,6 +239,9 @@ def plain_attention(
     return dropped(scores.softmax(-1)) @ value
 
 
+TORCH_ATTENTION = F.scaled_dot_product_attention  # what stands there inside `Patched` calls the function below
+
+
 def replayed_attention(
     mode: Draws,
     query: Tensor,
@@ -252,9 +255,7 @@ def replayed_attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention`; with dropout it is written out and draws from the mode."""
     if dropout_p == 0:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return TORCH_ATTENTION(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     return plain_attention(query, key, value, attn_mask, is_causal, scale, lambda p: mode.draw(p, dropout_p))
 
 

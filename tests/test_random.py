@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.counter import MASK32, bits, dropout, uniform
@@ -106,6 +106,16 @@ def test_replay_counts_ops_and_respects_training() -> None:
         other = F.dropout(x, 0.5)
     assert torch.equal(b, again) and torch.equal(c, x)
     assert not torch.equal(a, b) and not torch.equal(a, other)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_replay_runs_torchs_multihead_attention_without_weights(p: float) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(6, 3, dropout=p, batch_first=True), torch.randn(2, 5, 6)
+    with replay(7, 0):
+        without, with_ = (layer(x, x, x, need_weights=need)[0] for need in (False, True))
+    assert (p == 0) == torch.allclose(without, with_)
+    assert torch.allclose(layer.eval()(x, x, x, need_weights=False)[0], without) == (p == 0)
 
 
 def test_a_reference_needs_no_part_of_the_compiler() -> None:
