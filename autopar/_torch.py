@@ -76,6 +76,7 @@ class Joint:
     inputs    ("argument", index), ("tangent", index of the output), or ("changed", index of the argument) for the
               gradient of an argument that is differentiable and changed in place
     results   ("output", index), ("gradient", index of the argument) or ("mutation", index of the argument)
+    either    ("token", index) for what keeps effects in order; gone after `checks.without_tokens`
     """
 
     graph: torch.fx.Graph
@@ -118,6 +119,10 @@ def _described(desc: Any) -> tuple[str, int]:
             return "nothing", 0
         case descriptors.PlainAOTInput(idx=index):
             return "argument", index
+        case descriptors.ForwardTokenAOTInput(idx=index) | descriptors.BackwardTokenAOTInput(idx=index):
+            return "token", index
+        case descriptors.ForwardTokenAOTOutput(idx=index) | descriptors.BackwardTokenAOTOutput(idx=index):
+            return "token", index
         case descriptors.TangentAOTInput(output=descriptors.PlainAOTOutput(idx=index)):
             return "tangent", index
         case descriptors.TangentAOTInput(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar import _torch, adapters, tree
 from autopar.attributes import reading, settle_buffers, unchanged
+from autopar.checks import without_tokens
 from autopar.double import Double, widened
 from autopar.errors import AutoparError, CaptureError, UnsupportedError
 from autopar.graph import Graph, Input
@@ -153,7 +154,7 @@ def capture(
 def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
     """The joint graph, or one `CaptureError` that names the user's line."""
     try:
-        return _torch.joint_graph(step, fakes, adapters.decompositions())
+        return without_tokens(_torch.joint_graph(step, fakes, adapters.decompositions()))
     except AutoparError:
         raise
     except _torch.DataDependent as error:

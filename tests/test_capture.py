@@ -597,3 +597,43 @@ def test_labels_of_pictures_are_rows() -> None:
     graph = capture(model, args, double=True)
     assert not [op for op in ops(graph) if "2d" in op]
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-13
+
+
+class Solves(nn.Module):
+    """Factorisations that raise where a matrix is singular, alone and in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        m = self.a(x) @ self.a(x).mT + shift * torch.eye(5)
+        solved = torch.linalg.solve(m, self.a(x).mT).square().sum() + torch.logdet(m)
+        lower = torch.linalg.cholesky(m)
+        solved = solved + torch.linalg.inv(m.expand(2, 5, 5) * 2).sum() + lower.sum() + torch.linalg.svdvals(m).sum()
+        return solved + torch.cholesky_solve(self.a(x).mT, lower).sum() + torch.linalg.lu_factor(m)[0].abs().sum()
+
+
+def test_linear_algebra_runs_whole_and_raises_what_torch_raises() -> None:
+    model, args = Solves(), (torch.randn(5, 5), torch.tensor(1.0))
+    graph = capture(model, args, double=True)
+    assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-12
+    singular = (torch.zeros(5, 5), torch.tensor(0.0))
+    nn.init.zeros_(model.a.bias)
+    with pytest.raises(RuntimeError, match="input matrix is singular"):
+        run_graph(graph, model, singular, {})
+
+
+class Prints(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.ops.aten._print("here")
+        return self.a(x).sum()
+
+
+def test_another_effect_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"aten._print.default does something(.|\n)*try: do it outside"):
+        capture(Prints(), (torch.randn(3, 4),))
