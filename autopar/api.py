@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import files, fingerprint
+from autopar import asked, files, fingerprint
 from autopar.axes import Axes, analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
@@ -37,7 +37,7 @@ def parallelize(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    memory_bytes: float | None = None,
+    memory_bytes: float | str | None = None,
     precision: str | None = None,
     strategy: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
@@ -53,16 +53,17 @@ def parallelize(
                     than one argument, `loss_fn(output, *args, **kwargs)` with those of the model's call; the module
                     then returns the loss
     optimizer       the class that will be used, for the memory of its state
-    memory_bytes    budget of one device; by default the cluster's
+    memory_bytes    budget of one device, a number or "8GiB"; by default the cluster's
     precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
-    strategy        from `autopar.strategies`: constraints on the plan
+    strategy        from `autopar.strategies`, or as it is written there, "zero(3)": constraints on the plan
     plan            one that was made before for such a call, or the file it was saved in
     reuse           "placements": of `plan`, made for other inputs, keep the mesh and where parameters are; all else
                     is planned and priced anew
     seed            of random ops while training, and of the initialisation of a model on meta
     """
-    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, plan, time_limit, seed, reuse)
-    module = ParallelModule(model, compiler=compiler)
+    budget = asked.memory_bytes(memory_bytes)
+    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, plan, time_limit, seed, reuse)
+    module = ParallelModule(asked.model(model), compiler=compiler)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
         module.prepare(*args, **kwargs)
@@ -76,16 +77,17 @@ def plan(
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
-    memory_bytes: float | None = None,
+    memory_bytes: float | str | None = None,
     precision: str | None = None,
     strategy: Any = None,
     time_limit: float = 60,
     seed: int = 0,
 ) -> Plan:
     """The plan that `parallelize` would make; needs no process group and no devices."""
-    compiler = Compiler(cluster, loss_fn, optimizer, memory_bytes, precision, strategy, None, time_limit, seed)
+    budget = asked.memory_bytes(memory_bytes)
+    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, None, time_limit, seed)
     args, kwargs = arguments(example_inputs)
-    return compiler.made(compiler.graph(model, args, kwargs), frozenset(), None)
+    return compiler.made(compiler.graph(asked.model(model), args, kwargs), frozenset(), None)
 
 
 @dataclass
@@ -105,6 +107,11 @@ class Compiler:
     _axes: dict[int, tuple[Graph, Axes]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.cluster = asked.cluster(self.cluster)
+        self.loss_fn = asked.loss_fn(self.loss_fn)
+        self.strategy = asked.strategy(self.strategy)
+        self.given = asked.plan(self.given)
+        self.time_limit, self.seed = asked.time_limit(self.time_limit), asked.seed(self.seed)
         if self.precision not in (None, "float64"):
             raise UnsupportedError(f'precision={self.precision!r}: there is None (the model\'s own) and "float64"')
         if self.reuse not in (None, "placements"):

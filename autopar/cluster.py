@@ -105,6 +105,7 @@ class ClusterSpec(_Strict):
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """The same cluster with another number of devices."""
+        check_count(f"{self.name}: devices", devices)
         inner = [link for link in self.links if link.devices < devices]
         widest = next((link for link in self.links if link.devices >= devices), self.links[-1])
         kept = inner if not inner or devices % inner[-1].devices == 0 else []
@@ -126,6 +127,7 @@ class ClusterSpec(_Strict):
     @staticmethod
     def detect(devices: int | None = None) -> ClusterSpec:
         """The machine this runs on: its accelerators or, without any, one gloo process a core."""
+        check_count("this machine: devices", devices)
         return _detect(devices)
 
 
@@ -173,13 +175,19 @@ def _sentence(error: Any) -> str:
     return f"{message} (found {error.get('input')!r})"[:200]
 
 
+def check_count(what: str, count: Any) -> None:
+    """A number of devices or hosts that was given is a whole number of at least 1."""
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ClusterError(f"{what} must be a whole number of at least 1 (found {count!r})")
+
+
 def _sized(name: str, devices: int | None, hosts: int | None) -> ClusterSpec:
     base, per_host = PRESETS[name]
     if devices is not None and hosts is not None:
         raise ClusterError(f"preset {name!r}: give devices or hosts, not both")
+    check_count(f"preset {name!r}: devices", devices)
+    check_count(f"preset {name!r}: hosts", hosts)
     count = devices if devices is not None else (hosts or 1) * per_host
-    if count < 1:
-        raise ClusterError(f"preset {name!r}: devices must be at least 1 (found {count})")
     inner, outer = base["links"]
     if count <= per_host:
         links = [{**inner, "devices": count}]

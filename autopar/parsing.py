@@ -18,7 +18,7 @@ UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**2
 
 def read_bytes(text: str) -> int:
     """`8GiB`, `500MB` or `123456` as bytes."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if match is None:
         raise InputError(f"{text!r} is no number of bytes; write one like 8GiB, 500MB or 123456")
     return int(float(match[1]) * UNITS[(match[2] or "").lower()])
@@ -44,6 +44,8 @@ def _strategy(node: ast.expr) -> Any:
     if not callable(make) or isinstance(make, type) or name.id.startswith("_"):
         raise ValueError(f"there is no strategy {name.id}")
     args = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
+    if isinstance(node, ast.Call) and any(k.arg is None for k in node.keywords):
+        raise ValueError("keywords are written out")
     keywords = {k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg} if isinstance(node, ast.Call) else {}
     return make(*args, **keywords)
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar.axes import Axes
 from autopar.choices import Choice, fills, roles
-from autopar.errors import PlanError, UnsupportedError
+from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.layout import Layout, Mesh
 from autopar.plan import ParameterPlan, Plan
@@ -60,6 +60,14 @@ class Strategy:
 
     parts: tuple[Part, ...]
     text: str
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part.size is not None and (type(part.size) is not int or part.size < 1):
+                raise InputError(
+                    f"{self.text}: {part.size!r} is no number of devices; give a whole number of at least 1, or "
+                    "none for all that are left"
+                )
 
     def __mul__(self, other: Strategy) -> Strategy:
         names = [p.axis for p in (*self.parts, *other.parts)]
@@ -153,7 +161,7 @@ def ddp(n: int | None = None) -> Strategy:
 
 def zero(level: int, n: int | None = None) -> Strategy:
     """Data parallel with optimizer state (1), gradients too (2), parameters too (3) stored in pieces."""
-    if level not in (1, 2, 3):
+    if type(level) is not int or level not in (1, 2, 3):
         raise PlanError(f"zero({level}): the level is 1, 2 or 3")
     keep = False if level == 3 else None
     return Strategy((Part("data", "data", n, level, keep),), f"zero({level}{'' if n is None else f', {n}'})")

@@ -68,6 +68,11 @@ def test_plan_prints_json_that_loads() -> None:
         (("plan",), 2, ""),
         (("plan", MLP, "--set", "nope=3"), 2, "InputError: autopar.models.mlp:divisible: got an unexpected keyword"),
         (("run", MLP, "--world", "3", "--strategy", "zeor(3)"), 2, "InputError: 'zeor(3)' is no strategy"),
+        (
+            ("run", MLP, "--world", "3", "--strategy", "ddp(0)"),
+            2,
+            "InputError: 'ddp(0)' is no strategy: ddp(0): 0 is no",
+        ),
         (("run", MLP, "--world", "3", "--strategy", "ddp(2)"), 2, "PlanError: ddp(2): 2 devices do not make up the 3"),
         (("run", MLP, "--world", "3", "--plan", "nothing.json"), 2, "PlanError: nothing.json cannot be read: "),
     ],
