@@ -76,7 +76,7 @@ def build(
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
         raise InputError(f"transformers {transformers.__version__} has no model class {name}")
     values = dict(config or {})
-    batch, sequence, seed = (int(values.pop(key, n)) for key, n in (("batch", 4), ("sequence", 7), ("seed", 0)))
+    batch, sequence, seed = (int(values.pop(key, n)) for key, n in (("batch", 7), ("sequence", 7), ("seed", 0)))
     made = configured(kind.config_class, values, tiny)  # type: ignore[attr-defined]
     made.use_cache = False
     torch.manual_seed(seed)
