@@ -108,6 +108,7 @@ def verify_command(
     if impossible := [f for f in wanted if f not in names(world)]:
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
     target = Target.parse(model, hf.settings(settings), seed)
+    target.check()
     with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
         report = harness.verify(target, world, wanted, random, seed, progress)
     typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())

@@ -15,7 +15,7 @@ from autopar.axes import Axes
 from autopar.cluster import ClusterSpec
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.verify.target import Target
+from autopar.verify.target import Built, Target
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,20 @@ def plan_target(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Made:
-    """Capture and plan on fake tensors: nothing is allocated."""
+    """Capture and plan; nothing is allocated, unless building the model asks for values."""
     compiler = Compiler(cluster, strategy=strategy, memory_bytes=memory_bytes, time_limit=time_limit, seed=seed)
     progress("capturing")
-    with _torch.fake_mode():
-        built = target.build()
+    built = built_from(target)
     graph = compiler.graph(built.model, built.args, built.kwargs)
     progress(f"planning {len(graph.fx.nodes)} operations")
     plan = compiler.made(graph, frozenset(), None)
     return Made(graph, compiler.axes(graph), plan, cluster, strategy)
+
+
+def built_from(target: Target) -> Built:
+    """The model on fake tensors, or a real one where its constructor reads values (rates by `linspace(...).item()`)."""
+    try:
+        with _torch.fake_mode():
+            return target.build()
+    except _torch.DataDependent:
+        return target.build()

@@ -7,7 +7,10 @@ import torch
 
 from autopar import CaptureError, InputError, tree
 from autopar.capture import capture
+from autopar.cluster import ClusterSpec
 from autopar.hf import build, settings
+from autopar.planning import plan_target
+from autopar.verify.target import Target
 from tests.graphs import run_eager, run_graph, worst
 
 SEQUENCE = 11  # no other size in these models
@@ -38,9 +41,43 @@ def test_graph_equals_eager_in_float64(name: str) -> None:
     assert type(tree.unflatten(graph.out_tree, leaves)) is type(model(**kwargs))
 
 
+SMALL_PICTURES = {"image_size": 12, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ViTForImageClassification", SMALL_PICTURES),
+        ("T5ForConditionalGeneration", {}),
+        ("MBartForConditionalGeneration", {}),
+        ("BertForMaskedLM", {}),
+        ("LlamaForSequenceClassification", {}),
+    ],
+)
+def test_a_batch_is_made_of_what_the_class_takes(name: str, config: dict[str, int]) -> None:
+    model, kwargs = build(name, config, tiny=True)
+    graph = capture(model, (), kwargs, double=True)
+    assert worst(run_graph(graph, model, (), kwargs), run_eager(model, (), kwargs)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "name", ["CLIPModel", "ViTModel", "LlamaModel", "WhisperForConditionalGeneration", "LlavaForConditionalGeneration"]
+)
+def test_a_class_that_takes_other_inputs_is_refused_before_it_is_built(name: str) -> None:
+    with pytest.raises(InputError, match=rf"^{name} needs other inputs (.|\n)*try: a function of yours"):
+        build(name)
+
+
+def test_a_model_whose_constructor_reads_values_is_planned() -> None:
+    small = {**SMALL_PICTURES, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    target = Target.parse("hf:ViTForImageClassification", {**small, "intermediate_size": 20})
+    made = plan_target(target, ClusterSpec.preset("cpu-gloo", devices=2))
+    assert made.plan.mesh.devices == 2
+
+
 def test_given_position_ids_may_be_packed_and_keep_the_mask() -> None:
     model, kwargs = build("LlamaForCausalLM", tiny=True)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(4, -1)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(kwargs["input_ids"].shape)
     graph = capture(model, (), {**kwargs, "position_ids": positions}, double=True)
     (mask,) = {n.args[3] for n in graph.fx.nodes if str(n.target) == "autopar.attention.default"}
     assert mask is not None

@@ -74,6 +74,11 @@ def test_plan_prints_json_that_loads() -> None:
             "InputError: 'ddp(0)' is no strategy: ddp(0): 0 is no",
         ),
         (("run", MLP, "--world", "3", "--strategy", "ddp(2)"), 2, "PlanError: ddp(2): 2 devices do not make up the 3"),
+        (
+            ("verify", "hf:CLIPModel", "--world", "2"),
+            2,
+            "InputError: CLIPModel needs other inputs than tokens or pictures",
+        ),
         (("run", MLP, "--world", "3", "--plan", "nothing.json"), 2, "PlanError: nothing.json cannot be read: "),
     ],
 )

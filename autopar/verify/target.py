@@ -46,9 +46,11 @@ class Target:
         return Target(spec, tuple(sorted((settings or {}).items())), seed, tuple(sys.path))
 
     def check(self) -> None:
-        """Refuse a function that is not there, before anything is built."""
+        """Refuse a function that is not there, or a class that cannot be given inputs, before anything is built."""
         kind, _, name = self.spec.partition(":")
-        if kind != "hf":
+        if kind == "hf":
+            transformers_models().prepared(name, dict(self.settings))
+        else:
             found(kind, name, dict(self.settings))
 
     def build(self, double: bool = False) -> Built:
@@ -105,16 +107,19 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def hugging_face(name: str, settings: dict[str, Any], seed: int) -> Built:
-    """A `transformers` class with a fresh config and random tokens."""
+def transformers_models() -> Any:
+    """The module `autopar.hf`, where there is transformers."""
     try:
         import transformers
     except ImportError as error:
         raise UnsupportedError("hf: models need transformers: pip install 'autopar[hf]'") from error
-    from autopar import hf
-
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model, kwargs = hf.build(name, {"seed": seed, **settings})
+    return importlib.import_module("autopar.hf")
+
+
+def hugging_face(name: str, settings: dict[str, Any], seed: int) -> Built:
+    """A `transformers` class with a fresh config and random inputs."""
+    model, kwargs = transformers_models().build(name, {"seed": seed, **settings})
     return Built(model, (), kwargs)
 
 
