@@ -77,11 +77,15 @@ def _text(value: Any, parts: list[Any], depth: int) -> str:
     if isinstance(value, (set, frozenset)) and all(isinstance(entry, PLAIN) for entry in value):
         return f"{kind}({sorted(map(repr, value))})"
     parts.append(value)
+    return f"{kind}({', '.join(f'{key}: {entry!r}' for key, entry in plain_fields(value).items())})"
+
+
+def plain_fields(value: Any) -> dict[str, Any]:
+    """What a configuration holds; nothing for modules, functions and values without fields."""
     fields = getattr(value, "__dict__", {})
-    if isinstance(value, (type, nn.Module)) or callable(value) or len(fields) > ITEMS:
-        return kind
-    plain = {key: entry for key, entry in fields.items() if isinstance(entry, PLAIN)}
-    return f"{kind}({', '.join(f'{key}: {entry!r}' for key, entry in plain.items())})"
+    if isinstance(value, (*PLAIN, Tensor, type, nn.Module)) or callable(value) or len(fields) > ITEMS:
+        return {}
+    return {key: entry for key, entry in fields.items() if isinstance(entry, PLAIN)}
 
 
 def value_of(module: nn.Module, name: str) -> Any:
@@ -122,7 +126,7 @@ def reading(model: nn.Module) -> Iterator[set[Name]]:
 class Left:
     """What one run of forward left on the modules.
 
-    writes   plain values, to be written again after every run
+    writes   plain values, to be written again after every run; `name.field` is a field of a configuration
     kept     tensors, each with the place that holds it
     """
 
@@ -154,6 +158,7 @@ class Before:
         self.fields = dict(vars(module))
         self.empty = [name for name, value in module._buffers.items() if value is None]
         self.values = {name: snapshot(value) for name, value in self.contents().items()}
+        self.configurations = {n: held for n, v in self.contents().items() if (held := plain_fields(v))}
         self.copies = {n: copy(v) for n, v in self.contents().items() if isinstance(v, (list, dict, set))}
 
     def contents(self) -> dict[str, Any]:
@@ -169,7 +174,11 @@ class Before:
                 continue
             known = set(map(id, old.parts))
             fresh = [part for part in now.parts if id(part) not in known]
-            if fresh and all(isinstance(part, Tensor) for part in fresh):
+            if name in self.configurations and not fresh:
+                fields, held = plain_fields(value), self.configurations[name]
+                changed = {key: entry for key, entry in fields.items() if key not in held or held[key] != entry}
+                left.writes |= {(self.path, f"{name}.{key}"): entry for key, entry in changed.items()}
+            elif fresh and all(isinstance(part, Tensor) for part in fresh):
                 left.kept += [((self.path, name), part) for part in fresh]
             elif fresh or old.parts or isinstance(value, (list, dict, set)):
                 raise CaptureError(
@@ -187,6 +196,11 @@ class Before:
             del own[name]
         own.update(self.fields)
         self.module._buffers.update(dict.fromkeys(self.empty))
+        for name, held in self.configurations.items():
+            fields = vars(own[name])
+            for key in plain_fields(own[name]).keys() - held.keys():
+                del fields[key]
+            fields.update(held)
         for name, content in self.copies.items():
             value = own[name]
             value.clear()

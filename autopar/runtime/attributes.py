@@ -114,7 +114,11 @@ class Watched:
     def write(self, writes: Mapping[Name, Any]) -> None:
         """What forward would have left in attributes."""
         for (path, name), value in writes.items():
-            self.modules[path].__dict__[name] = value
+            module, (holder, _, field) = self.modules[path], name.partition(".")
+            if field:
+                setattr(vars(module)[holder], field, value)
+            else:
+                module.__dict__[holder] = value
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors among the attributes, by name."""

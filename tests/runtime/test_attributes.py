@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Net(nn.Module):
         self.a, self.b, self.drop = nn.Linear(4, 6), nn.Linear(6, 3), nn.Dropout(0.0)
         self.temp, self.count, self.scales, self.mask = 1.0, 0, {"k": 1.0}, torch.ones(6, dtype=torch.float64)
         self.kept: Any = None
+        self.config = SimpleNamespace(kind=None, steps=0)
         self.aux: list[Any] = []
         self.register_buffer("ema", torch.zeros(6))
         self.register_buffer("table", None, persistent=False)
@@ -42,6 +44,12 @@ class Net(nn.Module):
         if self.case == "counter":
             self.count += 1
             h = h * self.count
+        if self.case == "field of a configuration is filled" and self.config.kind is None:
+            self.config.kind = "half"
+        if self.case == "counter in a configuration":
+            self.config.steps += 1
+            h = h * self.config.steps
+        h = h / 2 if self.config.kind == "half" else h
         if self.case == "table in a buffer" and self.table is None:
             self.table = torch.arange(6.0).to(h.dtype).cos()
         if self.case == "table in an attribute" and (self.kept is None or len(self.kept) < 6):
@@ -80,7 +88,14 @@ BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "hooks of a submodule": hook,
     "attribute that nothing reads": set_attribute("global_step", [0, 1, 2]),
 }
-INSIDE = ("buffer bound anew", "counter", "table in a buffer", "table in an attribute")
+INSIDE = (
+    "buffer bound anew",
+    "counter",
+    "counter in a configuration",
+    "field of a configuration is filled",
+    "table in a buffer",
+    "table in an attribute",
+)
 REFUSED = {
     "tensor kept": "keeps a tensor in its attribute kept",
     "list grows": "keeps a tensor in its attribute aux",
