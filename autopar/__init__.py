@@ -26,8 +26,8 @@ from autopar.plan import Plan
 if TYPE_CHECKING:
     from autopar import strategies
     from autopar.api import parallelize
-    from autopar.capture import opaque
     from autopar.cluster import ClusterSpec
+    from autopar.opaque_module import opaque
     from autopar.runtime.deferred import deferred
     from autopar.runtime.local import Local
     from autopar.runtime.materialise import initialise
@@ -41,7 +41,7 @@ LAZY = {
     "ParallelModule": "autopar.runtime.module",
     "deferred": "autopar.runtime.deferred",
     "initialise": "autopar.runtime.materialise",
-    "opaque": "autopar.capture",
+    "opaque": "autopar.opaque_module",
     "parallelize": "autopar.api",
 }
 

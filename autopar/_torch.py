@@ -346,6 +346,11 @@ def wrapper_storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is registered to be called with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def serial_gloo() -> str:
     """Name of a backend that is gloo with one worker thread.
 

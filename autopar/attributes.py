@@ -1,7 +1,7 @@
 """What a model's forward reads and writes on its modules besides parameters, buffers and submodules.
 
 In: a model that is traced.  Out: which attributes its forward read, what it left in attributes.  Next: `capture.py`;
-`runtime/watch.py` compares the ones that were read with what they are at a later call.
+`runtime/attributes.py` compares the ones that were read with what they are at a later call.
 
 Python runs while tracing only. So a program is good for the attributes that the trace read, as they were; a plain value
 that forward writes is written again after every run; tensors that it keeps to save work (tables of sines, masks) are
@@ -42,11 +42,6 @@ class Snapshot:
         return (
             self.text == other.text and len(self.parts) == len(other.parts) and all(map(_is, self.parts, other.parts))
         )
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors in it."""
-        return [part for part in self.parts if isinstance(part, Tensor)]
 
 
 EMPTY = Snapshot("empty dict")
@@ -99,7 +94,7 @@ def value_of(module: nn.Module, name: str) -> Any:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[set[Name]]:
-    """Inside, notes the plain attributes that code reads on the model's modules."""
+    """Inside, notes the attributes that code reads on the model's modules, also those it asks for in vain."""
     paths = {id(module): path for path, module in model.named_modules()}
     found: set[Name] = set()
 
@@ -108,7 +103,7 @@ def reading(model: nn.Module) -> Iterator[set[Name]]:
             return object.__getattribute__(module, name)
         own = object.__getattribute__(module, "__dict__")
         registered = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-        if not registered and (name in own or isinstance(getattr(type(module), name, None), PLAIN)):
+        if not registered and (name in own or isinstance(getattr(type(module), name, MISSING), PLAIN)):
             found.add((paths[id(module)], name))
         return object.__getattribute__(module, name)
 
@@ -127,11 +122,11 @@ class Left:
     """What one run of forward left on the modules.
 
     writes   plain values, to be written again after every run; `name.field` is a field of a configuration
-    kept     tensors, each with the place that holds it
+    kept     tensors, each with the place that holds it and the tensors that it held before
     """
 
     writes: dict[Name, Any] = field(default_factory=dict)
-    kept: list[tuple[Name, Tensor]] = field(default_factory=list)
+    kept: list[tuple[Name, Tensor, tuple[Tensor, ...]]] = field(default_factory=list)
 
 
 @contextmanager
@@ -146,7 +141,7 @@ def unchanged(model: nn.Module) -> Iterator[Left]:
     finally:
         for one in before:
             one.put_back()
-    holding = {path for (path, _), _ in left.kept}
+    holding = {path for (path, _), _, _ in left.kept}
     left.writes = {name: value for name, value in left.writes.items() if name[0] not in holding}
 
 
@@ -179,7 +174,8 @@ class Before:
                 changed = {key: entry for key, entry in fields.items() if key not in held or held[key] != entry}
                 left.writes |= {(self.path, f"{name}.{key}"): entry for key, entry in changed.items()}
             elif fresh and all(isinstance(part, Tensor) for part in fresh):
-                left.kept += [((self.path, name), part) for part in fresh]
+                before = tuple(part for part in old.parts if isinstance(part, Tensor))
+                left.kept += [((self.path, name), part, before) for part in fresh]
             elif fresh or old.parts or isinstance(value, (list, dict, set)):
                 raise CaptureError(
                     f"the forward of {self.path or 'the model'} changes its attribute {name}, of type "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from autopar import _torch, adapters, tree
 from autopar.attributes import reading, settle_buffers, unchanged
 from autopar.checks import without_tokens
 from autopar.double import Double, widened
-from autopar.errors import AutoparError, CaptureError, UnsupportedError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Input
+from autopar.kept import without_kept
 from autopar.labels import label
 from autopar.loss import call_loss
 from autopar.normalise import normalise
 from autopar.opaque_module import opaque
-from autopar.refusals import check_parameters
+from autopar.refusals import check_changes, check_constants, check_parameters
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
 
@@ -62,8 +63,10 @@ class Step:
                 out = self.model(*args, **kwargs)
             settle_buffers(self.buffers_, values[len(self.parameters_) :])
             loss = None if self.loss_fn is None else call_loss(self.loss_fn, out, args, kwargs)
-        self.seen.update(reads=tuple(sorted(reads)), writes=left.writes, kept=[name for name, _ in left.kept])
-        return [*self.results(out, loss), *(tensor.detach().clone() for _, tensor in left.kept)]
+        self.seen.update(
+            reads=tuple(sorted(reads)), writes=left.writes, kept=[(name, old) for name, _, old in left.kept]
+        )
+        return [*self.results(out, loss), *(tensor.detach().clone() for _, tensor, _ in left.kept)]
 
     def results(self, out: Any, loss: Tensor | None) -> list[Tensor]:
         """The loss first, then the other tensor leaves; fresh tensors, so that none is a view of another."""
@@ -163,80 +166,6 @@ def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
             f"  from {user_line(error.__traceback__)}\n"
             "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
         ) from error
-
-
-def without_kept(joint: _torch.Joint, seen: Mapping[str, Any]) -> _torch.Joint:
-    """The graph without the tensors that forward keeps in attributes: each run computes them again.
-
-    That is right for what follows from constants and buffers alone. What follows from inputs, parameters or random
-    numbers is meant for someone who reads it later.
-    """
-    names = dict(enumerate(seen["kept"], start=len(seen["names"])))
-    if not names:
-        return joint
-    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    ends = zip(placeholders, joint.inputs, strict=True)
-    allowed = {node for node, (kind, i) in ends if kind == "argument" and i in seen["buffers"]}
-    (output,) = [node for node in joint.graph.nodes if node.op == "output"]
-    pairs = list(zip(joint.results, output.args[0], strict=True))
-    for (kind, i), node in pairs:
-        if kind == "output" and i in names:
-            path, name = names[i]
-            if ancestors(node) & set(placeholders) - allowed:
-                raise CaptureError(
-                    f"the forward of {path or 'the model'} keeps a tensor in its attribute {name} that follows from "
-                    "inputs or parameters, where nobody would find it\n"
-                    "  try: return it from forward, or register a buffer for it"
-                )
-    kept = [pair for pair in pairs if not (pair[0][0] == "output" and pair[0][1] in names)]
-    output.args = ([node for _, node in kept],)
-    joint.graph.eliminate_dead_code()
-    return replace(joint, results=tuple(result for result, _ in kept))
-
-
-def ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Every node that a node follows from."""
-    found, todo = {node}, [node]
-    while todo:
-        new = set(todo.pop().all_input_nodes) - found
-        found |= new
-        todo += new
-    return found
-
-
-def check_constants(joint: _torch.Joint, parameters: Sequence[Named]) -> None:
-    """No parameter got into the graph as a constant, and nothing draws from torch's own generator."""
-    owned = {id(p.tensor): p.names[0] for p in parameters}
-    for value in joint.attributes.values():
-        if isinstance(value, nn.Parameter) or id(value) in owned:
-            name = owned.get(id(value), f"a parameter of shape {tuple(value.shape)}")
-            raise CaptureError(
-                f"{name} is used as a constant, so it would get no gradient: it is no parameter of a submodule, or the "
-                "model keeps a second reference to it\n  try: register it as a parameter and use it under that name"
-            )
-    for node in joint.graph.nodes:
-        if _torch.random_op(node.target):
-            raise UnsupportedError(
-                f"{node.target} draws random numbers that differ between devices\n"
-                f"  from {node.meta.get('custom', {}).get('source', '')}\n"
-                "  try: dropout, rand, rand_like, randn, randn_like, bernoulli, or random numbers passed as an input"
-            )
-
-
-def check_changes(joint: _torch.Joint, inputs: Sequence[Input]) -> None:
-    """No parameter is changed in place while gradients flow through it, and every result is a dense tensor."""
-    for kind, index in joint.inputs:
-        if kind == "changed":
-            raise UnsupportedError(
-                f"the model changes {inputs[index].kind} {inputs[index].name} in place in its forward, which a program "
-                "does not do\n  try: change it between steps; for an embedding without max_norm"
-            )
-    for node in joint.graph.nodes:
-        if any(isinstance(t, Tensor) and t.layout != torch.strided for t in tree.flatten(node.meta.get("val"))[0]):
-            raise UnsupportedError(
-                f"{node.target} gives a sparse tensor, which cannot be spread over devices\n"
-                f"  from {node.meta.get('custom', {}).get('source', '')}\n  try: an embedding with sparse=False"
-            )
 
 
 def described_inputs(

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from autopar.build import Builder, aten, dtype_of, shape_of
 from autopar.rewrite_table import GETITEM, out_shape, rewrite
+from autopar.rules.lookups import boolean
 
 # ---- nothing -------------------------------------------------------------------------------------------------------
 
@@ -127,8 +128,6 @@ def power(build: Builder, node: fx.Node, x: Any, exponent: Any) -> Any:
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
-BOOLEANS = (torch.bool, torch.uint8)  # torch takes uint8 for a mask too, if grudgingly
-
 
 @rewrite(aten.index_put.default)
 def masked_put(
@@ -139,7 +138,7 @@ def masked_put(
     The mask stands for as many dims as it has, from the first that is indexed.
     """
     (*before, mask) = indices
-    if any(i is not None for i in before) or mask is None or dtype_of(mask) not in BOOLEANS:
+    if any(i is not None for i in before) or mask is None or not boolean(mask.meta["val"]):
         return None
     rest = len(shape_of(x)) - len(before) - len(shape_of(mask))
     sizes = list(shape_of(value))

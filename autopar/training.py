@@ -58,8 +58,8 @@ def work(job: Job) -> None:
         built.model,
         cluster,
         example_inputs=(built.args, dict(built.kwargs)) if built.kwargs else built.args,
-        memory_bytes=read_bytes(job.memory) if job.memory else None,
-        strategy=read_strategy(job.strategy) if job.strategy else None,
+        memory_bytes=job.memory,
+        strategy=job.strategy,
         plan=job.plan,
         seed=job.seed,
     )

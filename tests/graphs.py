@@ -79,3 +79,8 @@ def worst(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> float:
         scale = max(float(want.abs().max()), floor)
         error = max(error, float((a[key].double() - want.double()).abs().max()) / scale)
     return error
+
+
+def ops(graph: Any) -> list[str]:
+    """Names of the ops of a captured graph, in order."""
+    return [str(node.target) for node in graph.fx.nodes if node.op == "call_function"]

@@ -93,7 +93,10 @@ def index(node: fx.Node) -> Instance:
 
 
 def boolean(pick: Tensor) -> bool:
-    """An index that stands for as many dims of the table as it has, and picks as many places as it is true at."""
+    """An index that stands for as many dims of the table as it has, and picks as many places as it is true at.
+
+    Torch takes uint8 for a mask too, if grudgingly.
+    """
     return pick.dtype in (torch.bool, torch.uint8)
 
 

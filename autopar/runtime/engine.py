@@ -175,19 +175,15 @@ class Engine:
         Also where it is first called in inference mode, parameters are made to be trained.
         """
         with torch.inference_mode(False):
-            return self.compiled(model, key, call)
-
-    def compiled(self, model: nn.Module, key: Key, call: Call) -> Step:
-        """The same, outside of inference mode."""
-        with self.world.agreeing("capturing"):
-            graph = self.compiler.graph(plain(model), *whole_arguments(key, call))
-            tensors = [leaf for leaf in key.leaves if isinstance(leaf, TensorLeaf)]
-            pairs = zip(input_ends(graph), tensors, strict=True)
-            parts = frozenset(entry.node for entry, leaf in pairs if leaf.local)
-        plan = self.compiler.plan(graph, self.world, parts, self.plan)
-        if self.plan is None:
-            self.settle(model, plan)
-        return self.add(key, graph, plan)
+            with self.world.agreeing("capturing"):
+                graph = self.compiler.graph(plain(model), *whole_arguments(key, call))
+                tensors = [leaf for leaf in key.leaves if isinstance(leaf, TensorLeaf)]
+                pairs = zip(input_ends(graph), tensors, strict=True)
+                parts = frozenset(entry.node for entry, leaf in pairs if leaf.local)
+            plan = self.compiler.plan(graph, self.world, parts, self.plan)
+            if self.plan is None:
+                self.settle(model, plan)
+            return self.add(key, graph, plan)
 
     def adopt(self, model: nn.Module, graph: Graph, plan: Plan) -> None:
         """Take a graph and a plan that were made elsewhere."""

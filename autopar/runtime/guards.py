@@ -59,23 +59,6 @@ class Key:
     gradients: bool
     state: int = 0  # of the attributes of its modules, see `attributes.py`
 
-    def differs(self, other: Key) -> str:
-        """In words, the first thing in which two keys differ."""
-        if self.tree != other.tree:
-            return "the structure of the arguments"
-        for path, here, there in zip(leaf_names(self.tree), self.leaves, other.leaves, strict=True):
-            if here != there:
-                return f"{path}: {leaf_text(here)} instead of {leaf_text(there)}"
-        for what in ("training", "trainable", "autocast", "gradients"):
-            if getattr(self, what) != getattr(other, what):
-                return {
-                    "training": "the training flags of its modules",
-                    "trainable": "which parameters require gradients",
-                    "autocast": "autocast",
-                    "gradients": "grad mode",
-                }[what]
-        return "nothing"
-
 
 @dataclass(frozen=True)
 class Call:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from autopar._torch import has_gradient_hooks
 from autopar.errors import InputError
 from autopar.runtime.bits import checksum, combined
 from autopar.runtime.deferred import Deferred, log_checksum
@@ -105,7 +106,7 @@ def check_bare(all_slots: tuple[Slots, ...]) -> None:
                 f"parameter {slot.name} has a gradient already, which the parallel module would not know\n"
                 "  try: zero_grad() before parallelize, or the backward after it"
             )
-        if old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(old):
             raise InputError(
                 f"parameter {slot.name} has hooks for its gradient, which would be lost\n"
                 "  try: register them after parallelize"

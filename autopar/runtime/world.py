@@ -88,7 +88,7 @@ def share_cores() -> None:
     """Let the ranks that this process is, or starts, share cores without preempting each other.
 
     Gloo's thread that receives asks for a lock again and again while it is held; where it may preempt the thread that
-    holds it, it does so for a whole time slice. With 4 ranks on 2 cores a small all-reduce takes a sixth of the time.
+    holds it, it does so for a whole time slice.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

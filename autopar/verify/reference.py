@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autopar.double import Double
+from autopar.errors import InputError
 from autopar.random import replay
 from autopar.verify.count import Counts
 from autopar.verify.steps import Record, train
@@ -137,7 +138,11 @@ class Reference:
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise RuntimeError(f"the untouched model does not run: {reply['error']}")
-        assert not reply["imported"], f"the reference process loaded {reply['imported']}"
+        if reply["imported"]:
+            raise InputError(
+                f"{request['spec']} loads {reply['imported'][0]}, and the reference runs without any of the compiler\n"
+                "  try: keep the model in a file of its own, and import the compiler where it is used"
+            )
         return reply
 
     def close(self) -> None:

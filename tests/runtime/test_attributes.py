@@ -46,6 +46,9 @@ class Net(nn.Module):
             h = h * self.count
         if self.case == "field of a configuration is filled" and self.config.kind is None:
             self.config.kind = "half"
+        if self.case == "tensor moves on":
+            self.mask = self.mask * 0.5
+        h = h * getattr(self, "late", 1.0)
         if self.case == "counter in a configuration":
             self.config.steps += 1
             h = h * self.config.steps
@@ -86,6 +89,7 @@ BETWEEN: dict[str, Callable[[Any, int], None]] = {
     "entry of a dict": rescale,
     "tensor bound anew": lambda m, i: setattr(m, "mask", torch.full((6,), 1.0 + i, dtype=torch.float64)),
     "hooks of a submodule": hook,
+    "attribute that was not there": lambda m, i: setattr(m, "late", 1.0 + i) if i else None,
     "attribute that nothing reads": set_attribute("global_step", [0, 1, 2]),
 }
 INSIDE = (
@@ -98,6 +102,7 @@ INSIDE = (
 )
 REFUSED = {
     "tensor kept": "keeps a tensor in its attribute kept",
+    "tensor moves on": "attribute mask that follows from its own old value",
     "list grows": "keeps a tensor in its attribute aux",
     "object changes": "changes its attribute kept",
 }

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar.verify.compare import Comparison, Error, error
+from autopar.verify.pool import Pool
 from autopar.verify.report import MISMATCH, OK, REFUSED, Report, Row, judge
 
 RATES = {"sgd": 0.05}
@@ -63,6 +67,24 @@ def test_floors_are_a_millionth_of_the_largest_gradient_and_rate_times_steps() -
     found = compare(ours, reference, RATES)
     assert math.isclose(found["gradients"].value, 1e-12 / 2e-4)
     assert math.isclose(found["parameters"].value, 1e-12 / (0.05 * 2))
+
+
+def pieces() -> tuple[float, float, float]:
+    """Errors of a spread tensor: right, wrong in rank 1's piece, and wrong there but compared as a whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    reference = torch.arange(1.0, 6.0, dtype=torch.float64)
+    found = []
+    for shift, whole in ((0.0, False), (1.0, False), (1.0, True)):
+        ours = distribute_tensor(reference.clone(), mesh, [Shard(0)], src_data_rank=None)
+        ours.to_local().add_(shift * dist.get_rank())
+        comparison = Comparison({"sgd/0/outputs/y": reference}, RATES)
+        comparison.see("sgd/0/outputs/y", ours, whole)
+        found.append(comparison.finish()["outputs"].value)
+    return found[0], found[1], found[2]
+
+
+def test_a_rank_compares_its_own_piece_by_the_scale_of_the_whole(ranks: Pool) -> None:
+    assert ranks.run(pieces, world=2) == [(0.0, 0.0, 0.2), (0.0, 0.2, 0.2)]
 
 
 def test_a_report_exits_with_the_gravest_status() -> None:

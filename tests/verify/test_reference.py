@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torch import nn
 
+import autopar
 from autopar.errors import InputError
 from autopar.hf import settings
 from autopar.verify.reference import Reference, read
@@ -31,6 +34,37 @@ def test_the_reference_trains_in_double_and_imports_no_compiler(tmp_path: Path) 
     assert "sgd/0/parameters/head.weight" in record, "a tied parameter stands under all of its names"
     assert "sgd/0/gradients/head.weight" not in record, "and has one gradient"
     assert torch.equal(record["sgd/0/loss/"], record["adamw/0/loss/"]), "dropout draws by seed and step"
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.a(x) if x.mean().item() > 0 else self.a(-x)
+        return out
+
+
+def opaque() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A model whose file uses what autopar offers to those who write models."""
+    return autopar.opaque(Decides()), (torch.randn(4, 3),)
+
+
+def careless() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A model whose file loads the compiler."""
+    import_module("autopar.capture")
+    return nn.Linear(3, 3), (torch.randn(4, 3),)
+
+
+def test_a_model_may_be_opaque_but_not_bring_the_compiler(tmp_path: Path) -> None:
+    reference = Reference(tmp_path)
+    try:
+        assert read(str(reference.file(Target.parse(f"{__name__}:opaque"), ("sgd",), 1)))
+        with pytest.raises(InputError, match=r"careless loads autopar\.\w+, and the reference runs without"):
+            reference.file(Target.parse(f"{__name__}:careless"), ("sgd",), 1)
+    finally:
+        reference.close()
 
 
 def test_equal_targets_build_equal_models() -> None:
