@@ -30,8 +30,9 @@ too-big: $(STAMP)  ## a model that kills one process under a memory limit trains
 startup: $(STAMP)  ## GPT-2 small: model to plan (< 10 s), plan to first step (< 5 s beyond the step itself)
 	$(BIN)/python benchmarks/startup.py
 
-test: $(STAMP)  ## every model, family and world at least once (< 15 min)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+test: $(STAMP)  ## every model, family and world at least once (< 15 min): tests of one process side by side, then ranks
+	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow and not gpu"; alone=$$?; \
+	$(BIN)/python -m pytest -q -m "ranks and not slow and not gpu" && exit $$alone
 
 parity: $(STAMP)  ## the whole parity matrix (< 60 min)
 	$(BIN)/python -m pytest -q tests/parity -m "not gpu"

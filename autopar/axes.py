@@ -19,6 +19,7 @@ from torch import fx
 from autopar.graph import Graph
 from autopar.rules.core import Dims, Instance, args_of, operands, results
 from autopar.rules.table import lookup
+from autopar.uncollected import uncollected
 
 Value = tuple[str, int]  # (node name, index of its result)
 Factors = tuple[tuple[int, ...], ...]
@@ -121,6 +122,7 @@ def computes(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_getitem(node)
 
 
+@uncollected()
 def analyse(graph: Graph) -> Axes:
     """Factors of every tensor dim of `graph`."""
     atoms: dict[Value, list[list[Atom]]] = {}

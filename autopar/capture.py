@@ -31,6 +31,7 @@ from autopar.opaque_module import opaque
 from autopar.refusals import check_changes, check_constants, check_parameters
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
+from autopar.uncollected import uncollected
 
 __all__ = ["capture", "opaque"]
 
@@ -113,6 +114,7 @@ def check_leaves(leaves: Sequence[Any], paths: Sequence[str]) -> None:
             )
 
 
+@uncollected()
 def capture(
     model: nn.Module,
     args: Sequence[Any] = (),

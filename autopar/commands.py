@@ -60,18 +60,21 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Plan MODEL for a cluster; no devices are needed."""
+    target = Target.parse(model, hf.settings(settings), seed)
+    where = read_cluster(cluster, devices, hosts)
+    forced = read_strategy(strategy) if strategy else None
+    bytes_of_device = read_bytes(memory) if memory else None
+    # Loaded once the words are known to be right: the compiler takes longer to load than they take to read.
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
-    target = Target.parse(model, hf.settings(settings), seed)
-    where = read_cluster(cluster, devices, hosts)
     started = time.perf_counter()
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(
             target,
             where,
-            strategy=read_strategy(strategy) if strategy else None,
-            memory_bytes=read_bytes(memory) if memory else None,
+            strategy=forced,
+            memory_bytes=bytes_of_device,
             time_limit=time_limit,
             seed=seed,
             progress=progress,
@@ -100,7 +103,6 @@ def verify_command(
 ) -> None:
     """Train MODEL on real ranks under every plan family, and compare everything with one device."""
     from autopar.verify.families import FAMILIES, names
-    from autopar.verify.run import Harness
 
     wanted = [f.strip() for f in families.split(",") if f.strip()] if families else names(world)
     if unknown := [f for f in wanted if f not in FAMILIES]:
@@ -109,6 +111,8 @@ def verify_command(
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
     target = Target.parse(model, hf.settings(settings), seed)
     target.check()
+    from autopar.verify.run import Harness
+
     with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
         report = harness.verify(target, world, wanted, random, seed, progress)
     typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())

@@ -91,8 +91,8 @@ def build(
 
 
 def tiny() -> tuple[GPT, tuple[Tensor, ...]]:
-    """Odd sizes, all different."""
-    return build(b=5, s=7, v=37, d=15, heads=3, f=23, layers=2)
+    """Odd sizes, all different, of which 2, 3 and 4 devices each get some."""
+    return build(b=7, s=13, v=37, d=33, heads=11, f=23, layers=2)
 
 
 def divisible() -> tuple[GPT, tuple[Tensor, ...]]:

@@ -15,10 +15,12 @@ from autopar.passes.split_phases import split_phases
 from autopar.passes.verify import verify
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.uncollected import uncollected
 
 PIPELINE = (insert_conversions, expand_local)
 
 
+@uncollected()
 def emit(graph: Graph, axes: Axes, plan: Plan) -> Program:
     """The program of `plan`; the graph is left as it was."""
     for step in PIPELINE:

@@ -20,6 +20,7 @@ from autopar.program import Program
 from autopar.rules.bind import Site, run_of
 from autopar.rules.core import RULES, args_of, operands
 from autopar.rules.pointwise import is_pointwise
+from autopar.uncollected import uncollected
 
 aten = ops.aten
 
@@ -35,6 +36,7 @@ class Bound:
     backward: fx.GraphModule
 
 
+@uncollected()
 def bind(
     program: Program, coordinate: Mapping[str, int], groups: Mapping[str, str], device: torch.device | str = "cpu"
 ) -> Bound:

@@ -16,6 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that takes ranks carries the mark `ranks`: such tests need the machine to themselves."""
+    for item in items:
+        if {"ranks", "harness", "pool"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(name, text)` compares `text` with tests/golden/NAME.txt, or writes it under --update-golden."""

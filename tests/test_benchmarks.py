@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 
+@pytest.mark.ranks
 def test_the_report_for_gpus_runs_on_gloo_with_the_device_replaced() -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--world", "2", "--rounds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

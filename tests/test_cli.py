@@ -89,6 +89,7 @@ def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.ranks
 def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
     done = autopar(
         "verify", "autopar.models.mlp:tiny", "--world", "2", "--families", "ddp,zero2", "--random", "1", "--seed", "1"
@@ -108,6 +109,7 @@ def test_verify_names_families_that_do_not_exist_here() -> None:
         assert families in done.stderr
 
 
+@pytest.mark.ranks
 def test_run_trains_on_real_processes() -> None:
     done = autopar("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
     assert done.returncode == 0, done.stderr
@@ -118,6 +120,7 @@ def test_run_trains_on_real_processes() -> None:
     assert losses[2] < losses[0]
 
 
+@pytest.mark.ranks
 def test_run_takes_a_plan_from_a_file(tmp_path: Path) -> None:
     made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
     assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from autopar import strategies
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
@@ -23,6 +25,7 @@ def without_numbers(text: str) -> list[str]:
     return [" ".join(re.sub(r"\d+(\.\d+)?(e-?\d+)?", "0", line).split()) for line in text.splitlines()]
 
 
+@pytest.mark.ranks
 def test_the_ten_lines_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("python")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]

@@ -22,6 +22,7 @@ from autopar.plan import ParameterPlan, Plan
 from autopar.planner.budget import Budgeted, Found, Smallest
 from autopar.planner.program import Programme
 from autopar.planner.units import FREE, Problem, problem
+from autopar.uncollected import uncollected
 
 NAMES = ("data", "model")
 SOLVING = 0.7  # of the time that is left goes to one mesh; the rest to finding what would fit
@@ -39,6 +40,7 @@ def meshes(devices: int, axes: int = 2) -> list[Mesh]:
     return found
 
 
+@uncollected()
 def plan(
     graph: Graph,
     cluster: ClusterSpec,

@@ -39,8 +39,7 @@ TARGETS = {
 CELLS = [(model, world) for model in TARGETS for world in WORLDS]
 
 
-def some_families(model: str, world: int, count: int = 2) -> list[str]:
-    """A few families of a cell, others for the next model: on every world every family comes up."""
+def common_family(model: str, world: int) -> str:
+    """One family of a cell, another one for the next model and the next world: on every world every family comes up."""
     known = names(world)
-    start = list(TARGETS).index(model) * count
-    return [known[(start + i) % len(known)] for i in range(count)]
+    return known[(list(TARGETS).index(model) + world) % len(known)]

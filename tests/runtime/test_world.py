@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +11,6 @@ from autopar.runtime.world import device_mesh
 from autopar.verify.pool import Pool
 
 MESH = Mesh(("data", "model"), (2, 2))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4, timeout=60) as made:
-        yield made
 
 
 def made_twice() -> tuple[bool, int]:
@@ -38,8 +30,8 @@ def sums() -> list[float]:
     return out
 
 
-def test_modules_share_a_mesh_and_its_groups(pool: Pool) -> None:
-    assert pool.run(made_twice) == [(True, 0)] * 4
+def test_modules_share_a_mesh_and_its_groups(ranks: Pool) -> None:
+    assert ranks.run(made_twice) == [(True, 0)] * 4
 
 
 def left_and_entered_again() -> tuple[int, list[float]]:
@@ -53,10 +45,11 @@ def left_and_entered_again() -> tuple[int, list[float]]:
     return mesh.size(), value.tolist()
 
 
-def test_sums_run_along_the_axes(pool: Pool) -> None:
-    assert pool.run(sums) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+def test_sums_run_along_the_axes(ranks: Pool) -> None:
+    assert ranks.run(sums) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
 
 
+@pytest.mark.ranks
 def test_a_new_default_group_gets_new_meshes() -> None:
     with Pool(4, timeout=60) as pool:
         assert pool.run(left_and_entered_again) == [(1, [7.0])] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -36,6 +37,7 @@ def collect(world: int) -> tuple[dict[tuple[str, str, str], int], dict[tuple[str
     return dict(counts.calls), dict(counts.bytes)
 
 
+@pytest.mark.ranks
 def test_collectives_are_counted_by_kind_axis_and_phase_at_the_larger_end() -> None:
     with Pool(2) as pool:
         calls, sizes = pool.run(collect, 2)[1]
