@@ -19,6 +19,8 @@ DECOMPOSED = """
 mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward l1_loss
 binary_cross_entropy binary_cross_entropy_backward soft_margin_loss log_sigmoid_forward log_sigmoid_backward
 _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward glu glu_backward
+_native_batch_norm_legit_functional _native_batch_norm_legit _native_batch_norm_legit_no_training native_batch_norm
+native_batch_norm_backward
 addcmul addcdiv addmv addr addbmm baddbmm lerp logit logit_backward unbind stack roll trace rsub norm
 linalg_vector_norm linspace eye dot vdot mv
 """

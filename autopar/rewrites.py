@@ -54,12 +54,12 @@ def dims_of(x: Any, dims: Any) -> list[int]:
     return sorted(d % n for d in dims) if dims else list(range(n))
 
 
-def total(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool) -> Any:
-    """A sum over dims, in the dtype of the old node."""
+def total(build: Builder, dtype: torch.dtype, x: Any, dims: Any, keepdim: bool) -> Any:
+    """A sum over dims, in a dtype."""
     over = [d for d in dims_of(x, dims) if shape_of(x)[d] != 1]
     kept = [1 if d in dims_of(x, dims) else s for d, s in enumerate(shape_of(x))]
     shape = kept if keepdim else [s for d, s in enumerate(shape_of(x)) if d not in dims_of(x, dims)]
-    x = build.cast(x, dtype_of(node))
+    x = build.cast(x, dtype)
     if not over:
         return build.view(x, shape)
     return build.view(build.call(aten.sum.dim_IntList, x, over, False), shape)
@@ -67,18 +67,18 @@ def total(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool) -> An
 
 @rewrite(aten.sum.dim_IntList)
 def sum_dims(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool = False, **_: Any) -> Any:
-    return total(build, node, x, dims, keepdim)
+    return total(build, dtype_of(node), x, dims, keepdim)
 
 
 @rewrite(aten.sum.default)
 def sum_all(build: Builder, node: fx.Node, x: Any, **_: Any) -> Any:
-    return total(build, node, x, None, False)
+    return total(build, dtype_of(node), x, None, False)
 
 
 @rewrite(aten.mean.dim)
 def mean_dims(build: Builder, node: fx.Node, x: Any, dims: Any, keepdim: bool = False, **_: Any) -> Any:
     count = math.prod(shape_of(x)[d] for d in dims_of(x, dims))
-    return build.call(aten.div.Tensor, total(build, node, x, dims, keepdim), count)
+    return build.call(aten.div.Tensor, total(build, dtype_of(node), x, dims, keepdim), count)
 
 
 @rewrite(aten.mean.default)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
-from autopar.build import Builder, aten, dtype_of, shape_of
+from autopar.build import Builder, aten, dtype_of, fake_empty, shape_of
 from autopar.rewrite_table import out_shape, rewrite
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -152,3 +153,13 @@ def cat(build: Builder, node: fx.Node, tensors: Sequence[Any], dim: int = 0) -> 
         return build.call(aten.cat.default, tensors, dim)
     rows = [build.view(x, [*shape_of(x)[:dim], 1, *shape_of(x)[dim:]]) for x in tensors]
     return build.view(build.call(aten.cat.default, rows, dim), shape)
+
+
+@rewrite(aten.as_strided.default)
+def as_strided(build: Builder, node: fx.Node, x: Any, size: Any, stride: Any, offset: Any = None) -> Any:
+    """A view of another shape, where all elements of a dense tensor are taken in their order."""
+    old: Any = node.args[0]
+    old, dense = old.meta["val"], fake_empty(build.mode, size, torch.uint8)
+    if offset or not old.is_contiguous() or old.numel() != dense.numel() or list(dense.stride()) != list(stride):
+        return None
+    return build.view(x, size)

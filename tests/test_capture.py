@@ -266,7 +266,7 @@ def test_ties_frozen_unused_and_updated_tensors() -> None:
 class BatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)
+        self.conv, self.norm = nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout2d(F.relu(self.norm(self.conv(x)), inplace=True), 0.3, self.training).square().mean()

@@ -132,3 +132,32 @@ def random_piece(layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> tupl
         start.append(first)
     assert math.prod(sizes) == math.prod(layout.shape)
     return sizes, local, start
+
+
+def groups_of(at: Site, operand: int, groups: int) -> int:
+    """How many of a convolution's groups this device has: the outer factors of the channels of its input."""
+    layout, found, whole = at.operands[operand], 1, 1
+    if not any(layout.cuts[1]):
+        return groups
+    for place, size in enumerate(layout.factors[1]):
+        if whole == groups:
+            break
+        whole *= size
+        found *= layout.span((1, place), at.mesh, at.coordinate)[1]
+    assert whole == groups, f"{layout}: no {groups} groups of channels"
+    return found
+
+
+def convolution(at: Site) -> Call:
+    """The number of groups that the device has."""
+    return at.node.target, (*at.args[:8], groups_of(at, 0, at.args[8])), {}
+
+
+def convolution_backward(at: Site) -> Call:
+    """The number of groups that the device has."""
+    return at.node.target, (*at.args[:9], groups_of(at, 1, at.args[9]), at.args[10]), {}
+
+
+def upsample_backward(at: Site) -> Call:
+    """The sizes of the input's piece."""
+    return at.node.target, (*at.args[:2], at.shape(at.results[0]), *at.args[3:]), {}

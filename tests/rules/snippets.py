@@ -34,6 +34,52 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
     return ours.attention_backward(out, q, k, v, out, lse, bias, False, 0.5, 0.0, 0, None, piece, piece, [0] * 4, 0)
 
 
+def convolution(*args: Any) -> Callable[..., Any]:
+    """A convolution and its two gradients; `args` are stride, padding, dilation, transposed, output padding, groups."""
+
+    def run(x: Tensor, w: Tensor) -> Any:
+        y = aten.convolution(x, w, None, *args)
+        return aten.convolution_backward(y, x, w, None, *args, [True, True, False])
+
+    return run
+
+
+def pooled(x: Tensor) -> Any:
+    y, where = aten.max_pool2d_with_indices(x, [2, 2])
+    z, there = aten.adaptive_max_pool2d(x, [2, 3])
+    mean, adaptive = aten.avg_pool2d(x, [2, 2]), aten._adaptive_avg_pool2d(x, [2, 3])
+    return (
+        aten.max_pool2d_with_indices_backward(y, x, [2, 2], [2, 2], [0, 0], [1, 1], False, where),
+        aten.adaptive_max_pool2d_backward(z, x, there),
+        aten.avg_pool2d_backward(mean, x, [2, 2], [2, 2], [0, 0], False, True, None),
+        aten._adaptive_avg_pool2d_backward(adaptive, x),
+    )
+
+
+def pooled_3d(x: Tensor) -> Any:
+    y, where = aten.max_pool3d_with_indices(x, [2, 2, 2])
+    z, there = aten.adaptive_max_pool3d(x, [2, 3, 1])
+    mean, adaptive = aten.avg_pool3d(x, [2, 2, 2]), aten._adaptive_avg_pool3d(x, [2, 3, 1])
+    two = [2, 2, 2]
+    return (
+        aten.max_pool3d_with_indices_backward(y, x, two, two, [0, 0, 0], [1, 1, 1], False, where),
+        aten.adaptive_max_pool3d_backward(z, x, there),
+        aten.avg_pool3d_backward(mean, x, two, two, [0, 0, 0], False, True, None),
+        aten._adaptive_avg_pool3d_backward(adaptive, x),
+    )
+
+
+def resampled(x: Tensor) -> Any:
+    shape = list(x.shape)
+    near = aten.upsample_nearest2d(x, [8, 10])
+    straight, curved = aten.upsample_bilinear2d(x, [8, 10], False), aten.upsample_bicubic2d(x, [8, 10], True)
+    return (
+        aten.upsample_nearest2d_backward(near, [8, 10], shape),
+        aten.upsample_bilinear2d_backward(straight, [8, 10], shape, False),
+        aten.upsample_bicubic2d_backward(curved, [8, 10], shape, True),
+    )
+
+
 RNG = torch.tensor([7, 3])
 
 SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -51,6 +97,24 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         (rand(3, 4, 6), mask(4), index(6, 1), rand(3, 1)),
     ),
     "index_put mask": (lambda x, m, v: aten.index_put(x, [m], v), (rand(4, 6, 5), mask(4, 6), rand(5))),
+    "convolution": (convolution([1, 2], [1, 0], [1, 1], False, [0, 0], 1), (rand(4, 3, 5, 6), rand(6, 3, 3, 2))),
+    "convolution in groups": (
+        convolution([1, 1], [1, 1], [1, 1], False, [0, 0], 3),
+        (rand(4, 6, 5, 4), rand(9, 2, 3, 3)),
+    ),
+    "convolution of every channel": (convolution([1], [1], [1], False, [0], 4), (rand(4, 4, 5), rand(4, 1, 3))),
+    "convolution transposed": (
+        convolution([2, 2], [0, 0], [1, 1], True, [0, 0], 1),
+        (rand(4, 3, 3, 4), rand(3, 6, 2, 2)),
+    ),
+    "convolution transposed in groups": (
+        convolution([2], [0], [1], True, [0], 2),
+        (rand(4, 6, 3), rand(6, 3, 2)),
+    ),
+    "pooling": (pooled, (rand(4, 3, 4, 6),)),
+    "pooling of one picture": (pooled, (rand(3, 4, 6),)),
+    "pooling in three dims": (pooled_3d, (rand(4, 3, 4, 6, 2),)),
+    "resampling": (resampled, (rand(4, 3, 4, 5),)),
     "where": (lambda c, a, b: aten.where(c, a, b), (mask(4, 6), rand(4, 6), rand(6))),
     "pairs": (
         lambda a, b: aten.view_as_complex(aten.view_as_real(aten.complex(a, b) * aten.polar(a, b))),
