@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from torch import fx
 
 from autopar.graph import Graph
 from autopar.rules.core import Dims, Instance, args_of, operands, results
+from autopar.rules.experts import passing
 from autopar.rules.table import lookup
 from autopar.uncollected import uncollected
 
@@ -128,6 +130,7 @@ def analyse(graph: Graph) -> Axes:
     atoms: dict[Value, list[list[Atom]]] = {}
     raw: dict[str, Instance] = {}
     letters: dict[str, dict[str, list[Atom]]] = {}
+    rows: dict[Value, Fraction | None] = {}
     unknown = []
     for node in graph.fx.nodes:
         if node.op == "output" or is_getitem(node):
@@ -140,7 +143,10 @@ def analyse(graph: Graph) -> Axes:
         instance, known = lookup(node)
         if not known:
             unknown.append(node.name)
-        raw[node.name] = instance
+        given = tuple(rows.get(source(o)) for o in operands(node))
+        made = (passing(node, given),) * len(results(node))
+        rows |= {(node.name, i): found for i, found in enumerate(made)}
+        raw[node.name] = replace(instance, rows=(given, made)) if any(given + made) else instance
         tensors = [atoms[source(o)] for o in operands(node)] + _result_atoms(node, atoms)
         letters[node.name] = _constrain(instance, tensors)
     _tie_results(graph, atoms)

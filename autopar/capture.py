@@ -144,6 +144,7 @@ def capture(
     mode = _torch.fake_mode()
     with ExitStack() as stack:
         stack.enter_context(adapters.packed_sequences(model, args, kwargs or {}))
+        stack.enter_context(adapters.expert_layers())
         stack.enter_context(_torch.without_checkpointing())
         stack.enter_context(torch.enable_grad())
         wide = widened if double else (lambda dtype: dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import fx
 
@@ -100,13 +101,15 @@ def factors_of(dims: Dims, instance: Instance) -> Factors:
     return tuple(tuple(instance.sizes[x] for x in dim) for dim in dims)
 
 
-def _cut(dims: Dims, instance: Instance, picked: tuple[str, ...], mesh: Mesh) -> Layout:
+def _cut(
+    dims: Dims, instance: Instance, picked: tuple[str, ...], mesh: Mesh, rows: Fraction | None = None
+) -> Layout:
     cuts = tuple(tuple(tuple(a for a, r in zip(mesh.names, picked, strict=True) if r == x) for x in d) for d in dims)
-    return Layout(factors_of(dims, instance), cuts)
+    return Layout(factors_of(dims, instance), cuts, rows=rows)
 
 
 def _operand(instance: Instance, i: int, picked: tuple[str, ...], mesh: Mesh) -> Layout:
-    layout = _cut(instance.inputs[i], instance, picked, mesh)
+    layout = _cut(instance.inputs[i], instance, picked, mesh, instance.rows[0][i] if instance.rows[0] else None)
     for axis, role in zip(mesh.names, picked, strict=True):
         if role.startswith("+") and str(i) in role[1:].split("+"):
             layout = layout.with_pending(axis, "sum")
@@ -115,7 +118,7 @@ def _operand(instance: Instance, i: int, picked: tuple[str, ...], mesh: Mesh) ->
 
 def _result(instance: Instance, i: int, picked: tuple[str, ...], mesh: Mesh) -> Layout:
     dims = instance.outputs[i]
-    layout = _cut(dims, instance, picked, mesh)
+    layout = _cut(dims, instance, picked, mesh, instance.rows[1][i] if instance.rows[1] else None)
     for axis, role in zip(mesh.names, picked, strict=True):
         if role.startswith("+"):
             layout = layout.with_pending(axis, "sum")

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
 
 Place = tuple[int, int]  # (dim, index of a factor in it)
@@ -57,11 +58,14 @@ class Layout:
     factors   sizes of the factors of every dim, major first; () for a dim of size 1
     cuts      mesh axes that cut each of those factors, in the order of cutting
     pending   (mesh axis, "sum" | "max" | "min"): each device along the axis holds one term
+    rows      of a sparse tensor [experts, tokens, width] that is stored as rows (`rows.py`): the part of all pairs of an
+              expert and a token that is there; None of any other tensor
     """
 
     factors: tuple[tuple[int, ...], ...]
     cuts: tuple[tuple[tuple[str, ...], ...], ...]
     pending: tuple[tuple[str, str], ...] = ()
+    rows: Fraction | None = None
 
     @staticmethod
     def whole(factors: tuple[tuple[int, ...], ...]) -> Layout:
@@ -131,8 +135,9 @@ class Layout:
         return tuple(math.prod(dim) for dim in self.local_factors(mesh, coordinate))
 
     def local_numel(self, mesh: Mesh) -> int:
-        """Elements of the largest piece."""
-        return math.prod(self.local_shape(mesh))
+        """Elements of the largest piece; of rows, where all experts get as many."""
+        count = math.prod(self.local_shape(mesh))
+        return count if self.rows is None else math.ceil(count * self.rows)
 
     def __str__(self) -> str:
         return self.text(None)
@@ -171,6 +176,19 @@ class Step:
 
 def steps_from(layout: Layout, mesh: Mesh) -> Iterator[Step]:
     """Every single step that changes what one mesh axis does and leaves no device without a piece."""
+    steps = _steps_from(layout, mesh)
+    return steps if layout.rows is None else filter(keeps_rows, steps)
+
+
+def keeps_rows(step: Step) -> bool:
+    """Whether rows can take a step: they go to other devices whole, by expert or by token."""
+    if step.kind == "all_to_all":
+        ends = step.before.where(step.axis), step.after.where(step.axis)
+        return all(isinstance(place, tuple) and place[0] < 2 for place in ends)
+    return step.kind != "reduce_scatter"
+
+
+def _steps_from(layout: Layout, mesh: Mesh) -> Iterator[Step]:
     places = [place for place, _, _ in layout.places()]
     for axis in mesh.names:
         here = layout.where(axis)
@@ -266,7 +284,7 @@ class _Space:
 
 
 @cache
-def _space(factors: tuple[tuple[int, ...], ...], mesh: Mesh) -> _Space:
+def _space(factors: tuple[tuple[int, ...], ...], rows: Fraction | None, mesh: Mesh) -> _Space:
     return _Space(mesh)
 
 
@@ -278,9 +296,11 @@ def conversion(source: Layout, target: Layout, mesh: Mesh) -> tuple[Step, ...] |
     """
     if source == target:
         return ()
+    if source.rows != target.rows or (source.rows is not None and source.factors != target.factors):
+        return None
     if source.factors != target.factors:
         return _through_whole_dims(source, target, mesh)
-    space = _space(source.factors, mesh)
+    space = _space(source.factors, source.rows, mesh)
     return space.path(space.number(source), space.number(target))
 
 

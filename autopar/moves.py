@@ -26,14 +26,16 @@ class Moved:
     tensors   how many
     bytes     at the larger end, pieces padded to the largest
     calls     collectives that carry them: fewer than tensors where some share a bucket
+    about     some carry rows of experts, whose number depends on what the tokens choose; `bytes` if all get as many
     """
 
     tensors: int = 0
     bytes: int = 0
     calls: int = 0
+    about: bool = False
 
-    def plus(self, tensors: int, size: int, calls: int) -> Moved:
-        return Moved(self.tensors + tensors, self.bytes + size, self.calls + calls)
+    def plus(self, tensors: int, size: int, calls: int, about: bool = False) -> Moved:
+        return Moved(self.tensors + tensors, self.bytes + size, self.calls + calls, self.about or about)
 
 
 def moves(program: Program) -> dict[Key, Moved]:
@@ -43,7 +45,8 @@ def moves(program: Program) -> dict[Key, Moved]:
     for phase, graph in (("forward", program.refresh), ("forward", program.forward), ("backward", program.backward)):
         for node, step in collectives(graph):
             key = step.kind, step.axis, phase
-            out[key] = out.get(key, Moved()).plus(1, elements(step, mesh) * itemsize(node), 1)
+            size, about = elements(step, mesh) * itemsize(node), step.before.rows is not None
+            out[key] = out.get(key, Moved()).plus(1, size, 1, about)
         for bucket in buckets(graph, mesh, limit):
             step = bucket.nodes[0].meta["step"]
             key = step.kind, step.axis, phase

@@ -9,6 +9,7 @@ plan shows it.  Next: `planner/search.py`.
     hsdp(2)                   fsdp inside groups, 2 copies of every group
     tensor(4)                 every product of matrices cut along its weight
     megatron(4, sp=True)      heads, hidden width and vocabulary cut; with `sp` the sequence in between
+    expert(4)                 the batch cut, and inside expert layers the experts instead
     ddp(2) * megatron(4)      a product: one mesh axis (or two) for each
 
 Every strategy rules one mesh axis, and speaks of factors by the names that rules give them: batch, sequence, model (the
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
-from torch import fx
+from torch import fx, ops
 
 from autopar.axes import Axes
 from autopar.choices import Choice, fills, roles
@@ -41,7 +42,7 @@ KEPT = frozenset({"batch", "sequence", "model", "head"})  # what megatron does n
 class Part:
     """What one mesh axis does.
 
-    kind    "data" | "tensor" | "megatron"
+    kind    "data" | "tensor" | "megatron" | "expert"
     level   data: ZeRO level of the parameters along this axis; `keep`: level 3 gathers once a module
     sp      megatron: the sequence is cut between the products
     """
@@ -114,7 +115,7 @@ class Strategy:
                             f"{self}: {heads} KV heads cannot be cut over {size} devices, some would have none; "
                             f"use at most {heads}" + _from(node)
                         )
-        data = [mesh.size(p.axis) for p in self.parts if p.kind == "data"]
+        data = [mesh.size(p.axis) for p in self.parts if p.kind in ("data", "expert")]
         for entry in graph.inputs:
             if entry.kind == "input" and axes.labels[entry.node, 0] and "batch" in axes.labels[entry.node, 0][0]:
                 batch = axes.factors[entry.node, 0][0][axes.labels[entry.node, 0][0].index("batch")]
@@ -193,6 +194,11 @@ def megatron(tp: int | None = None, *, sp: bool = False) -> Strategy:
     return Strategy((Part("megatron", "model", tp, sp=sp),), f"megatron({text})")
 
 
+def expert(n: int | None = None) -> Strategy:
+    """Expert parallel: the batch is cut, and inside expert layers the experts, to which the tokens travel."""
+    return Strategy((Part("expert", "expert", n),), f"expert({'' if n is None else n})")
+
+
 # --- what a part allows -----------------------------------------------------------------------------------------------
 
 OpRule = Callable[[fx.Node, Choice], bool]
@@ -213,7 +219,7 @@ def _op_rule(part: Part, axes: Axes, mesh: Mesh) -> OpRule:
     """Whether a choice of an op is allowed along one axis."""
     position, size = mesh.names.index(part.axis), mesh.size(part.axis)
     known: dict[str, frozenset[str]] = {}
-    allows = {"data": _data, "tensor": _tensor, "megatron": _megatron}[part.kind]
+    allows = {"data": _data, "tensor": _tensor, "megatron": _megatron, "expert": _expert}[part.kind]
 
     def allowed(node: fx.Node, choice: Choice) -> bool:
         if node.name not in known:
@@ -234,6 +240,13 @@ def _named(free: list[str], names: dict[str, str], wanted: Callable[[str], bool]
 
 def _data(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
     return _named(free, names, lambda n: n == "batch") or _passing(free)
+
+
+def _expert(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
+    """Rows are made and taken back where their tokens are."""
+    at_tokens = node.target in (ops.autopar.to_experts.default, ops.autopar.to_tokens.default)
+    inner = [] if at_tokens else _named(free, names, lambda n: n == "experts")
+    return inner or _data(part, free, names, axes, node)
 
 
 def _tensor(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
@@ -269,9 +282,12 @@ def _without(layout: Layout, names: list[str]) -> Layout | None:
 
 def _inner(parts: tuple[Part, ...], base: Layout, labels: tuple[tuple[str, ...], ...]) -> bool:
     """Whether the axes of tensor parts cut only what those parts cut."""
-    kept = {p.axis: KEPT if p.kind == "megatron" else OUTER for p in parts if p.kind != "data"}
+    kept = {p.axis: KEPT if p.kind == "megatron" else OUTER for p in parts if p.kind in ("megatron", "tensor")}
+    experts = {p.axis for p in parts if p.kind == "expert"}
     for (dim, factor), _, cut in base.places():
         if any(labels[dim][factor] in kept.get(a, frozenset()) for a in cut):
+            return False
+        if experts & set(cut) and labels[dim][factor] != "experts":
             return False
     return True
 
@@ -295,4 +311,4 @@ def product(*parts: Strategy) -> Strategy:
     return reduce(lambda a, b: a * b, parts)
 
 
-__all__ = ["Strategy", "ddp", "fsdp", "hsdp", "megatron", "product", "tensor", "zero"]
+__all__ = ["Strategy", "ddp", "expert", "fsdp", "hsdp", "megatron", "product", "tensor", "zero"]

@@ -14,10 +14,11 @@ from autopar.layout import Mesh
 from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.fuse_bias import fuse_bias
 from autopar.passes.lower import Lowering
+from autopar.passes.lower_rows import lower_rows
 from autopar.passes.markers import SPANS, span_start
 from autopar.passes.sink_waits import sink_waits
 from autopar.program import Program
-from autopar.rules.bind import Site, run_of
+from autopar.rules.bind import Site, run_of, sizes_of
 from autopar.rules.core import RULES, args_of, operands
 from autopar.rules.pointwise import is_pointwise
 from autopar.uncollected import uncollected
@@ -89,7 +90,7 @@ class _Binder:
             if node in grouped:
                 self.run_buckets(groups, node, lowering, env)
             elif "step" in node.meta:
-                env[node] = lowering.step(env[node.args[0]], node.meta["step"], is_complex(node))
+                env[node] = self.step(node, lowering, env)
             elif node.target in SPANS:
                 layout, dim = node.meta["span"]
                 start, length = run_of(layout, dim, self.mesh, self.coordinate)
@@ -106,6 +107,14 @@ class _Binder:
         if self.device.type != SERIAL:
             sink_waits(fresh, in_flight=1 if self.program.plan.bucket_bytes else 0)
         return fx.GraphModule(self.attributes(fresh), boxed(fresh))
+
+    def step(self, node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> fx.Node:
+        """A step of a conversion; rows of expert layers have a way of their own."""
+        x, step = env[args_of(node)[0]], node.meta["step"]
+        if step.before.rows is not None:
+            index = node.kwargs.get("index")
+            return lower_rows(lowering, x, step, env[index] if isinstance(index, fx.Node) else None)
+        return lowering.step(x, step, is_complex(node))
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:
         """At a bucket's place, run it, and after an early one the next early one, so that it arrives in time."""
@@ -132,7 +141,7 @@ class _Binder:
         if entry is not None and entry.bind is not None:
             target, args, kwargs = entry.bind(self.site(node, args))
         elif entry is not None and entry.shape is not None:
-            shape = list(node.meta["layouts"][0].local_shape(self.mesh, self.coordinate))
+            shape = sizes_of(node.meta["layouts"][0], self.mesh, self.coordinate)
             args = (*args[: entry.shape], shape, *args[entry.shape + 1 :])
         if "device" in kwargs:
             kwargs["device"] = self.device

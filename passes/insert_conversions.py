@@ -11,10 +11,12 @@ from autopar.axes import Axes, computes, is_getitem, source
 from autopar.choices import choice_of
 from autopar.errors import PlanError
 from autopar.graph import Graph, Input
-from autopar.layout import Layout, conversion
+from autopar.layout import Layout, Step, conversion
+from autopar.passes.lower_rows import moves_rows
 from autopar.passes.markers import COLLECTIVES
 from autopar.plan import Plan
 from autopar.rules.core import operands
+from autopar.rules.experts import index_of
 
 
 def arrives(entry: Input, axes: Axes, plan: Plan) -> Layout:
@@ -124,13 +126,20 @@ class _Inserter:
         key = (source(node), layout, phase, site)
         if steps and key not in self.made:
             for step in steps:
-                here = self.step(here, step, phase, module)
+                here = self.step(here, step, phase, module, **self.routing(node, step, phase, module))
             self.made[key] = here
         return self.made[key] if steps else here
 
-    def step(self, x: fx.Node, step: Any, phase: str, module: str) -> fx.Node:
+    def routing(self, node: fx.Node, step: Step, phase: str, module: str) -> dict[str, fx.Node]:
+        """What a step that moves rows reads besides them: which experts the tokens chose."""
+        if not moves_rows(step):
+            return {}
+        index = index_of(node)
+        return {"index": self.converted(index, Layout.whole(self.axes.factors[source(index)]), phase, module)}
+
+    def step(self, x: fx.Node, step: Step, phase: str, module: str, **index: fx.Node) -> fx.Node:
         kind = () if step.kind not in ("all_reduce", "reduce_scatter") else (dict(step.before.pending)[step.axis],)
-        new = self.fresh.call_function(COLLECTIVES[step.kind], (x, step.axis, *kind))
+        new = self.fresh.call_function(COLLECTIVES[step.kind], (x, step.axis, *kind), dict(index))
         new.meta = {"val": x.meta["val"], "layouts": (step.after,), "step": step, "phase": phase, "module": module}
         return new
 

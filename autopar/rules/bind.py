@@ -29,11 +29,17 @@ class Site:
     coordinate: dict[str, int]
 
     def shape(self, layout: Layout) -> list[int]:
-        return list(layout.local_shape(self.mesh, self.coordinate))
+        return sizes_of(layout, self.mesh, self.coordinate)
 
     def span(self, layout: Layout, dim: int) -> tuple[int, int]:
         """(start, length) of this device's piece of a dim."""
         return run_of(layout, dim, self.mesh, self.coordinate)
+
+
+def sizes_of(layout: Layout, mesh: Mesh, coordinate: dict[str, int]) -> list[int]:
+    """Sizes of a device's piece, to reshape to; how many rows there are is known when the program runs."""
+    sizes = list(layout.local_shape(mesh, coordinate))
+    return sizes if layout.rows is None else [1, -1, *sizes[2:]]
 
 
 def run_of(layout: Layout, dim: int, mesh: Mesh, coordinate: dict[str, int]) -> tuple[int, int]:

@@ -29,6 +29,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +52,7 @@ class Instance:
     sizes             letter -> size
     linear            sets of operands through which a pending sum passes, the other operands whole
     flops             (number, letters): floating-point operations of the whole op
+    rows              of every operand, of every result: see `Layout.rows`
     """
 
     inputs: tuple[Dims, ...]
@@ -64,12 +66,13 @@ class Instance:
     local: Mapping[str, Local] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
+    rows: tuple[tuple[Fraction | None, ...], tuple[Fraction | None, ...]] = ((), ())
 
     @cached_property
     def signature(self) -> Hashable:
         """What the choices of an op depend on, besides the mesh and whether a mesh axis may do something at all."""
         tables = (self.sizes, self.kinds, self.local)
-        return self.inputs, self.outputs, *(tuple(sorted(table.items())) for table in tables)
+        return self.inputs, self.outputs, self.rows, *(tuple(sorted(table.items())) for table in tables)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,20 @@ def attention_backward_flops(
     return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every row [.., i] times its expert's matrix [e, i, o]; a gradient's [i, ..] by [.., o] counts alike."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def transposed_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """As `grouped_flops`, with matrices [e, o, i]."""
+    return 2 * left.numel() * right.shape[-2]
+
+
 FORMULAS: Mapping[str, Callable[..., int]] = {
+    "aten._grouped_mm": grouped_flops,
+    "autopar.grouped_mm": transposed_flops,
+    "autopar.grouped_outer": grouped_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
     "autopar.attention": attention_flops,

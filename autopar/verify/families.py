@@ -96,6 +96,11 @@ def cut(plan: Plan, counted: Counted) -> bool:
     return some(plan, lambda p: p.level < 3 and bool(p.home.axes))
 
 
+def exchanged(plan: Plan, counted: Counted) -> bool:
+    """Experts are cut, and tokens travel to them and back."""
+    return cut(plan, counted) and ran(counted, "all_to_all", "forward") and ran(counted, "all_to_all", "backward")
+
+
 def anything(plan: Plan, counted: Counted) -> bool:
     return True
 
@@ -114,6 +119,7 @@ FAMILIES: Mapping[str, Family] = {
     "tensor": Family(lambda n, _: _strategies().tensor(n), cut),
     "megatron": Family(lambda n, _: _strategies().megatron(n, sp=False), cut),
     "megatron-sp": Family(lambda n, _: _strategies().megatron(n, sp=True), cut),
+    "expert": Family(lambda n, _: _strategies().expert(n), exchanged),
     "hsdp": Family(lambda n, m: _strategies().hsdp(m), hybrid, mixed=True),
     "ddp x tensor": Family(lambda n, m: _strategies().ddp(n) * _strategies().tensor(m), cut, mixed=True),
     "zero3 x megatron": Family(

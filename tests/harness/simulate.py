@@ -113,6 +113,9 @@ class Rank(fx.Interpreter):
         axis = group.split(":")[0]
         me, n = self.coordinate[axis], self.exchange.mesh.size(axis)
         self.log.append((target, axis, args[0].numel()))
+        if target is c10d.all_to_all_single.default:
+            sent = self.exchange.swap(group, me, args[0].split(list(args[2])))
+            return torch.cat([parts[me] for parts in sent])
         parts = self.exchange.swap(group, me, args[0])
         if target is c10d.all_reduce.default:
             return REDUCE[args[1]](parts)
@@ -120,8 +123,6 @@ class Rank(fx.Interpreter):
             return torch.cat(parts)
         if target is c10d.reduce_scatter_tensor.default:
             return REDUCE[args[1]](parts).chunk(n)[me].clone()
-        if target is c10d.all_to_all_single.default:
-            return torch.cat([p.chunk(n)[me] for p in parts])
         raise NotImplementedError(target)
 
 
