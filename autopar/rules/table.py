@@ -9,7 +9,7 @@ import logging
 
 from torch import fx
 
-from autopar.rules import lookups, matmul, pointwise, reductions, spatial, special, views  # noqa: F401  (they fill the table)
+from autopar.rules import lookups, matmul, order, pointwise, reductions, spatial, special, views  # noqa: F401  (they fill the table)
 from autopar.rules.core import RULES, Instance, run_whole
 
 log = logging.getLogger("autopar")
