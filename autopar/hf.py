@@ -69,7 +69,6 @@ def prepared(name: str, config: Mapping[str, Any], tiny: bool = False) -> tuple[
     batch, sequence = int(values.pop("batch", 7)), int(values.pop("sequence", 7))
     tiny = bool(values.pop("tiny", tiny))
     made = configured(kind.config_class, values, tiny)  # type: ignore[attr-defined]
-    made.use_cache = False
     fill_in(made, name)
     return kind, made, example(kind, made, batch, sequence)
 
@@ -103,6 +102,7 @@ def fill_in(config: Any, name: str) -> None:
         config.problem_type = "single_label_classification"
     inner = (vars(config).get(key) for key in config.sub_configs)
     for part in (config, *(part for part in inner if part is not None)):
+        part.use_cache = False
         known_words(part)
 
 

@@ -19,6 +19,7 @@ from autopar.errors import InputError
 Inputs = dict[str, Tensor]
 WORDS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")  # a label for every token
 CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION")  # one label for every row
+UNMASKED = ("longt5", "switch_transformers")  # they make no mask of their own while they are traced
 PICTURE = 32  # of a model whose config tells no size
 
 
@@ -46,6 +47,8 @@ def example(kind: Any, config: Any, batch: int, sequence: int) -> Inputs:
             f"{name} needs other inputs than tokens, pictures of one size or sounds with labels, which hf: makes\n"
             "  try: a function of yours that returns (model, inputs), as package.module:function"
         )
+    if config.model_type in UNMASKED:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
     if serves(name, CLASSES):
         return {**given, "labels": torch.randint(config.num_labels, (batch,), generator=rng)}
     words = given.get("input_ids")
