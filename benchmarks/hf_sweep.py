@@ -74,7 +74,7 @@ class Child:
 
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "hf_sweep_one.py")],
+            [sys.executable, str(ROOT / "benchmarks" / "hf_sweep_one.py"), str(self.limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -184,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600)
+    parser.add_argument("--limit", type=float, default=1800)
     parser.add_argument("--resume", type=Path)
     given = parser.parse_args()
     kept = given.resume.read_text().splitlines() if given.resume and given.resume.exists() else []

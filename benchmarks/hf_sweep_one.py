@@ -1,6 +1,7 @@
 """One architecture after another, for `hf_sweep.py`: built, run by plain torch, captured, planned, trained on 2 ranks.
 
-In: names of classes, one a line on standard input.  Out: a `Found` for each, one JSON line on standard output.
+In: seconds that one may take, then names of classes, one a line on standard input.  Out: a `Found` for each, as a line
+of JSON on standard output.
 
     equal      every loss, output, gradient, parameter and buffer of 3 steps with two optimizers is that of one device
     refused    an error with a name, raised before a program ran
@@ -93,11 +94,11 @@ def trained(harness: Harness, target: Target) -> Iterator[tuple[str, str, str]]:
             yield family, "failed", line_of(error)
 
 
-def serve() -> None:
+def serve(limit: float) -> None:
     """Answer names until standard input ends."""
     warnings.filterwarnings("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr
-    with Harness(WORLD) as harness:
+    with Harness(WORLD, timeout=limit) as harness:
         for name in sys.stdin:
             started = time.monotonic()
             found: dict[str, Any] = asdict(tried(harness, name.strip()))
@@ -106,4 +107,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(float(sys.argv[1]))
