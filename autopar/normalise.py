@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from autopar import rewrites, rewrites_spatial, rewrites_views  # noqa: F401  (they fill the table)
+from autopar import rewrites, rewrites_picks, rewrites_spatial, rewrites_views  # noqa: F401  (they fill the table)
 from autopar.build import Builder, relabelled
 from autopar.graph import Graph
 from autopar.masks import fold_masks

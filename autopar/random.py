@@ -9,7 +9,7 @@ This file and `counter.py` import nothing of the compiler, so that a reference r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,9 +105,16 @@ def _channel_dropout(dims: int) -> Callable[..., Tensor]:
     return handler
 
 
+def _sizes(given: tuple[Any, ...], keywords: Mapping[str, Any]) -> Sequence[int]:
+    """Sizes as a call may give them: one by one, in one sequence (of none, for a single number), or by keyword."""
+    if not given:
+        sizes: Sequence[int] = keywords["size"]
+        return sizes
+    return given[0] if isinstance(given[0], (tuple, list, torch.Size)) else given
+
+
 def _rand(mode: Draws, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
-    return uniform(shape or _["size"], dtype or torch.get_default_dtype(), mode.number(), mode.rng)
+    return uniform(_sizes(size, _), dtype or torch.get_default_dtype(), mode.number(), mode.rng)
 
 
 def _rand_like(mode: Draws, input: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -122,8 +129,7 @@ def _normal(mode: Draws, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _randn(mode: Draws, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    shape = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else size
-    return _normal(mode, shape or _["size"], dtype or torch.get_default_dtype())
+    return _normal(mode, _sizes(size, _), dtype or torch.get_default_dtype())
 
 
 def _randn_like(mode: Draws, input: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:

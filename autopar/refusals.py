@@ -6,6 +6,7 @@ In: the parameters of a model, a traced joint graph.  Out: nothing, or an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,8 @@ def check_changes(joint: _torch.Joint, inputs: Sequence[Input]) -> None:
         if kind == "changed":
             raise UnsupportedError(
                 f"the model changes {inputs[index].kind} {inputs[index].name} in place in its forward, which a program "
-                "does not do\n  try: change it between steps; for an embedding without max_norm"
+                f"does not do\n  from {source_of_change(joint, index)}\n"
+                "  try: change it between steps; for an embedding without max_norm"
             )
     for node in joint.graph.nodes:
         if any(isinstance(t, Tensor) and t.layout != torch.strided for t in tree.flatten(node.meta.get("val"))[0]):
@@ -60,3 +62,12 @@ def check_changes(joint: _torch.Joint, inputs: Sequence[Input]) -> None:
                 f"{node.target} gives a sparse tensor, which cannot be spread over devices\n"
                 f"  from {node.meta.get('custom', {}).get('source', '')}\n  try: an embedding with sparse=False"
             )
+
+
+def source_of_change(joint: _torch.Joint, index: int) -> str:
+    """The user's line that changes an argument."""
+    (output,) = (node for node in joint.graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    changed = results[joint.results.index(("mutation", index))]
+    source: str = changed.meta.get("custom", {}).get("source", "")
+    return source

@@ -1,7 +1,7 @@
 """A BERT-like encoder: token, position and segment embeddings, post-norm blocks, a padding mask, masked words.
 
 In: token ids, segments, which places are real, labels.  Out: the mean cross entropy of the masked words.
-Next: `awkward.py`.
+Next: `t5.py`.
 
 Shapes in names: b batch, s sequence, d model width, h heads, e width of a head, f hidden width, v vocabulary.
 """

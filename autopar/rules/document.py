@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ Written by `make rules`.
 |---|---|---|
 """
 
-HF = ("GPT2LMHeadModel", "LlamaForCausalLM")
+HF = ("GPT2LMHeadModel", "LlamaForCausalLM", "MambaForCausalLM", "WhisperForConditionalGeneration")
 
 
 def occurrences() -> dict[str, list[str]]:
@@ -34,13 +35,14 @@ def occurrences() -> dict[str, list[str]]:
     from autopar import hf
     from autopar.axes import computes
     from autopar.capture import capture
-    from autopar.models import awkward, gpt, llama, mlp
+    from autopar.models import awkward, encoder, gpt, llama, mlp, resnet, t5, unet, vit
 
     found: dict[str, list[str]] = {}
-    builds = [(module.__name__.rpartition(".")[2], module.tiny) for module in (mlp, gpt, llama)]
+    modules = (mlp, gpt, llama, resnet, unet, vit, encoder, t5)
+    builds = [(module.__name__.rpartition(".")[2], module.tiny) for module in modules]
     builds += [(f"awkward.{name}", getattr(awkward, name)) for name in awkward.ALL]
-    captured = [(name, capture(*build())) for name, build in builds]
-    captured += [(f"hf:{name}", capture(*_keywords(hf.build(name, tiny=True)))) for name in HF]
+    captured = [(name, capture(*called(build()))) for name, build in builds]
+    captured += [(f"hf:{name}", capture(*called(hf.build(name, tiny=True)))) for name in HF]
     for name, graph in captured:
         for node in graph.fx.nodes:
             if computes(node):
@@ -52,8 +54,10 @@ def occurrences() -> dict[str, list[str]]:
     return found
 
 
-def _keywords(built: tuple[nn.Module, dict[str, Tensor]]) -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
-    return built[0], (), built[1]
+def called(built: tuple[nn.Module, Any]) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
+    """A model and its example inputs as positional and keyword arguments."""
+    model, inputs = built
+    return (model, (), inputs) if isinstance(inputs, dict) else (model, inputs, {})
 
 
 def page(found: dict[str, list[str]]) -> str:

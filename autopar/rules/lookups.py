@@ -50,46 +50,56 @@ def scatter_add(node: fx.Node) -> Instance:
     return _picked(node, 1)
 
 
-@computed([aten.scatter.value, aten.scatter.src], "... k, ... q -> ... k")
+@computed([aten.scatter.value, aten.scatter.src, aten.scatter.reduce, aten.scatter_reduce.two], "... k, ... q -> ... k")
 def scatter(node: fx.Node) -> Instance:
     return _picked(node, 2)
 
 
 def _picked(node: fx.Node, form: int) -> Instance:
-    tensors = [t.meta["val"] for t in operands(node)]
-    rank, dim = tensors[0].dim(), args_of(node)[1] % max(tensors[0].dim(), 1)
-    agree = [tensors[0].shape[d] == tensors[1].shape[d] and d != dim for d in range(rank)]
-    table = " ".join(f"d{d}" if agree[d] else f"k{d}" for d in range(rank))
-    index = " ".join(f"d{d}" if agree[d] else f"q{d}" for d in range(rank))
-    whole = " ".join(f"k{d} q{d}" for d in range(rank) if not agree[d])
+    """`form` 0 gathers, 1 adds what is scattered, 2 does something else with it.
+
+    A source that is longer than the index gives its first elements only, so such a dim stays whole.
+    """
+    shapes = [tuple(t.meta["val"].shape) for t in operands(node)]
+    rank, dim = len(shapes[0]), args_of(node)[1] % max(len(shapes[0]), 1)
+    agree = [d != dim and len({shape[d] for shape in shapes}) == 1 for d in range(rank)]
+    table, index, source = (" ".join(f"d{d}" if agree[d] else f"{x}{d}" for d in range(rank)) for x in "kqs")
+    whole = " ".join(f"k{d} q{d} s{d}" for d in range(rank) if not agree[d])
     if form == 0:
         return instantiate(node, f"{table}, {index} -> {index}", whole=whole, linear="0")
     if form == 1:
-        return instantiate(node, f"{table}, {index}, {index} -> {table}", whole=whole, linear="0+2")
-    return instantiate(node, ", ".join([table] + [index] * (len(tensors) - 1)) + f" -> {table}", whole=whole)
+        return instantiate(node, f"{table}, {index}, {source} -> {table}", whole=whole, linear="0+2")
+    return instantiate(node, ", ".join([table, index, source][: len(shapes)]) + f" -> {table}", whole=whole)
 
 
 @computed(aten.index.Tensor, "v ..., q -> q ...")
 def index(node: fx.Node) -> Instance:
-    """Index tensors broadcast together; indexed dims stay whole, dims behind leading indices pass through."""
-    table = operands(node)[0].meta["val"]
-    given = list(args_of(node)[1])
-    where = [i for i, x in enumerate(given) if x is not None]
-    result = node.meta["val"]
-    picks = [given[i].meta["val"] for i in where]
-    wide = max(p.dim() for p in picks)
-    together = where == list(range(where[0], where[-1] + 1))
-    if any(boolean(p) for p in picks):
+    """Indexed dims stay whole, the others pass through."""
+    if any(boolean(p) for _, p in picks(node)):
         return run_whole(node)
+    source, ins, result = places(node)
+    return _listed(node, [source, *ins], result, " ".join(f"v{d}" for d, _ in picks(node)), frozenset([0]))
+
+
+def picks(node: fx.Node) -> list[tuple[int, Tensor]]:
+    """(dim of the table, index) of every index that is given."""
+    return [(d, x.meta["val"]) for d, x in enumerate(args_of(node)[1]) if x is not None]
+
+
+def places(node: fx.Node) -> tuple[str, list[str], str]:
+    """Letters of the table, of every index, and of what is picked.
+
+    Indices broadcast together; the dims they make stand where the indexed ones stood if those are neighbours, and in
+    front of all others if not.
+    """
+    where = [d for d, _ in picks(node)]
+    wide = max(p.dim() for _, p in picks(node))
     spread = [f"q{i}" for i in range(wide)]
-    rest = [None if d in where else f"t{d}" for d in range(table.dim())]
-    before = [x for d, x in enumerate(rest) if x and d < where[0]] if together else []
-    after = [x for x in rest if x and x not in before]
-    source = " ".join(x or f"v{d}" for d, x in enumerate(rest))
-    outs = " ".join([*before, *spread, *after])
-    ins = [" ".join(spread[wide - p.dim() :]) for p in picks]
-    assert len(outs.split()) == result.dim(), node.name
-    return _listed(node, [source, *ins], outs, " ".join(f"v{d}" for d in where), frozenset([0]))
+    source = [f"v{d}" if d in where else f"t{d}" for d in range(operands(node)[0].meta["val"].dim())]
+    first = where[0] if where == list(range(where[0], where[-1] + 1)) else 0
+    rest = [x for d, x in enumerate(source) if d not in where]
+    ins = [" ".join(spread[wide - p.dim() :]) for _, p in picks(node)]
+    return " ".join(source), ins, " ".join([*rest[:first], *spread, *rest[first:]])
 
 
 def boolean(pick: Tensor) -> bool:
@@ -102,24 +112,22 @@ def boolean(pick: Tensor) -> bool:
 
 @computed([aten.index_put.default], "v ..., q, q ... -> v ...")
 def index_put(node: fx.Node) -> Instance:
-    table, values = operands(node)[0].meta["val"], operands(node)[-1].meta["val"]
-    given = list(args_of(node)[1])
-    where = [i for i, x in enumerate(given) if x is not None]
-    picks = [given[i].meta["val"] for i in where]
-    if any(boolean(p) for p in picks):
+    """Every device sees all places that are written, those that are written more than once too."""
+    if any(boolean(p) for _, p in picks(node)):
         return run_whole(node)
-    wide = max(p.dim() for p in picks)
-    spread = [f"q{i}" for i in range(wide)]
-    source = [f"v{d}" if d in where else f"t{d}" for d in range(table.dim())]
-    leading = where == list(range(len(where)))
-    full = [*spread, *(x for d, x in enumerate(source) if d not in where)]
-    value = full[len(full) - values.dim() :] if leading else [f"x{i}" for i in range(values.dim())]
-    whole = [f"v{d}" for d in where] + spread + ([] if leading else value + source)
-    ins = [" ".join(spread[wide - p.dim() :]) for p in picks]
-    entries = [" ".join(source), *ins, " ".join(value)]
+    source, ins, result = places(node)
+    value = result.split()[len(result.split()) - operands(node)[-1].meta["val"].dim() :]
+    whole = " ".join(x for x in f"{source} {result}".split() if x[0] in "vq")
     accumulate = len(args_of(node)) > 3 and bool(args_of(node)[3])
-    passing = frozenset([0, len(entries) - 1]) if accumulate else None
-    return _listed(node, entries, " ".join(source), " ".join(whole), passing)
+    passing = frozenset([0, len(ins) + 1]) if accumulate else None
+    return _listed(node, [source, *ins, " ".join(value)], source, whole, passing)
+
+
+@computed([aten.bucketize.Tensor, aten.isin.Tensor_Tensor], "..., n -> ...")
+def placed(node: fx.Node) -> Instance:
+    """Every element is looked for among all of the others."""
+    among = [f"n{d}" for d in range(operands(node)[1].meta["val"].dim())]
+    return instantiate(node, f"..., {' '.join(among)} -> ...", whole=" ".join(among))
 
 
 def _listed(node: fx.Node, entries: list[str], result: str, whole: str, passing: frozenset[int] | None) -> Instance:

@@ -28,6 +28,14 @@ rule(aten.view_as_complex.default, "... p -> ...", whole="p", linear="each", bin
 rule([aten.gelu_backward.default, aten.silu_backward.default], "..., ... -> ...", linear="0")
 rule([aten.sigmoid_backward.default, aten.tanh_backward.default], "..., ... -> ...", linear="0")
 rule(aten.threshold_backward.default, "..., ... -> ...", linear="0")
+rule([aten.softplus_backward.default, aten.elu_backward.default], "..., ... -> ...", linear="0")
+rule([aten.hardswish_backward.default, aten.hardsigmoid_backward.default], "..., ... -> ...", linear="0")
+rule([aten.leaky_relu_backward.default, aten.hardtanh_backward.default], "..., ... -> ...", linear="0")
+rule([aten.mish_backward.default, aten.softshrink_backward.default], "..., ... -> ...", linear="0")
+rule(aten._prelu_kernel_backward.default, "..., ..., ... -> ..., ...", linear="0")
+# not tagged as pointwise by torch
+rule(aten.hardswish.default, "... -> ...")
+rule([aten.floor_divide.default, aten._prelu_kernel.default], "..., ... -> ...")
 
 
 @computed(aten._to_copy.default, "... -> ...")

@@ -1,6 +1,6 @@
 """Sums, extremes, softmax and normalisation: ops that look along a dim.
 
-In: nothing.  Out: rows of the rule table.  Next: `views.py`.
+In: nothing.  Out: rows of the rule table.  Next: `order.py`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,6 @@ def softmax(node: fx.Node) -> Instance:
 def softmax_backward(node: fx.Node) -> Instance:
     text = over_dim(node, args_of(node)[2], 2)[0]
     return instantiate(node, text, linear="0", local={"k": local.softmax_backward})
-
-
-@computed([aten.cumsum.default], "... k -> ... k")
-def cumsum(node: fx.Node) -> Instance:
-    return instantiate(node, over_dim(node, args_of(node)[1], 1)[0], whole="k", linear="each")
 
 
 def norm_letters(node: fx.Node, normalized: int, rank: int) -> tuple[str, str, str]:

@@ -9,12 +9,13 @@ channels, every device would add it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import fx, ops
 
 from autopar.rules import bind
-from autopar.rules.core import Instance, args_of, computed, instantiate, operands
+from autopar.rules.core import Instance, args_of, computed, instantiate, operands, rule
 
 aten = ops.aten
 
@@ -100,3 +101,37 @@ for dims in (2, 3):
 for name in ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"):
     row(name, 2, "s -> t", "0")
     row(f"{name}_backward", 2, "t -> s", "0", bind.upsample_backward)
+
+for dims in (1, 2, 3):
+    for kind in ("reflection", "replication"):
+        row(f"{kind}_pad{dims}d", dims, "s -> t", "0")
+        row(f"{kind}_pad{dims}d_backward", dims, "t s -> s", "0")
+
+rule(aten.grid_sampler_2d.default, "n c h w, n t u p -> n c t u", whole="h w t u p", linear="0")
+rule(
+    aten.grid_sampler_2d_backward.default,
+    "n c t u, n c h w, n t u p -> n c h w, n t u p",
+    whole="h w t u p",
+    linear="0",
+)
+
+
+def patches(node: fx.Node, picture: fx.Node) -> tuple[str, str, dict[str, Any]]:
+    """Letters of pictures, of their patches (a product of channels and places, patch by patch), and keywords."""
+    rows = "n " if len(shape_of(picture)) == 4 else ""
+    kernel = math.prod(args_of(node)[2 if node.target is aten.col2im.default else 1])
+    channels = shape_of(picture)[-3]
+    keywords = {"sizes": {"c": channels, "k": kernel}, "whole": "h w k l", "linear": "0"}
+    return f"{rows}c h w", f"{rows}(c k) l", keywords
+
+
+@computed(aten.im2col.default, "n c h w -> n (c k) l")
+def im2col(node: fx.Node) -> Instance:
+    x, y, keywords = patches(node, operands(node)[0])
+    return instantiate(node, f"{x} -> {y}", **keywords)
+
+
+@computed(aten.col2im.default, "n (c k) l -> n c h w")
+def col2im(node: fx.Node) -> Instance:
+    x, y, keywords = patches(node, node)
+    return instantiate(node, f"{y} -> {x}", **keywords)

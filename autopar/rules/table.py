@@ -9,7 +9,17 @@ import logging
 
 from torch import fx
 
-from autopar.rules import experts, lookups, matmul, pointwise, reductions, spatial, special, views  # noqa: F401  (they fill the table)
+from autopar.rules import (  # noqa: F401  (they fill the table)
+    experts,
+    lookups,
+    matmul,
+    order,
+    pointwise,
+    reductions,
+    spatial,
+    special,
+    views,
+)
 from autopar.rules.core import RULES, Instance, run_whole
 
 log = logging.getLogger("autopar")

@@ -139,6 +139,34 @@ def select_backward(node: fx.Node) -> Instance:
     return instantiate(node, row(result[:at] + result[at + 1 :], result), whole=result[at], linear="each")
 
 
+@computed(aten.slice_scatter.default, "a u, a v -> a u")
+def slice_scatter(node: fx.Node) -> Instance:
+    letters, at = along(node, argument(node, 2, "dim", 0))
+    source = [*letters[:at], "v", *letters[at + 1 :]]
+    return instantiate(node, row(letters, source, letters), whole=f"{letters[at]} v", linear="0+1")
+
+
+@computed(aten.select_scatter.default, "a u, a -> a u")
+def select_scatter(node: fx.Node) -> Instance:
+    letters, at = along(node, args_of(node)[2])
+    return instantiate(node, row(letters, letters[:at] + letters[at + 1 :], letters), whole=letters[at], linear="0+1")
+
+
+@computed(aten.unfold.default, "a u -> a v w")
+def unfold(node: fx.Node) -> Instance:
+    letters, at = along(node, args_of(node)[1])
+    result = [*letters[:at], "v", *letters[at + 1 :], "w"]
+    return instantiate(node, row(letters, result), whole=f"{letters[at]} v w", linear="each")
+
+
+@computed(aten.unfold_backward.default, "a v w -> a u", shape=1)
+def unfold_backward(node: fx.Node) -> Instance:
+    rank = len(shape_of(node))
+    letters, at = [f"d{i}" for i in range(rank)], args_of(node)[2] % rank
+    source = [*letters[:at], "v", *letters[at + 1 :], "w"]
+    return instantiate(node, row(source, letters), whole=f"{letters[at]} v w", linear="each")
+
+
 @computed([aten.cat.default], "a, a -> (c a)")
 def cat(node: fx.Node) -> Instance:
     """Equal parts become an outer factor that stays whole; unequal ones keep the dim whole."""

@@ -80,6 +80,55 @@ def resampled(x: Tensor) -> Any:
     )
 
 
+def activated(x: Tensor, w: Tensor) -> Any:
+    """The gradients of activations that torch does not tag as pointwise."""
+    kink = aten._prelu_kernel(x, w)
+    return (
+        aten.softplus_backward(x, kink, 1.0, 20.0),
+        aten.elu_backward(x, 1.0, 1.0, 1.0, False, kink),
+        aten.hardswish_backward(x, aten.hardswish(kink)),
+        aten.hardsigmoid_backward(x, kink),
+        aten.leaky_relu_backward(x, kink, 0.1, False),
+        aten.hardtanh_backward(x, kink, 0.5, 1.0),
+        aten.mish_backward(x, kink),
+        aten.softshrink_backward(x, kink, 0.5),
+        aten._prelu_kernel_backward(x, kink, w),
+    )
+
+
+def padded(x: Tensor, dims: int) -> Any:
+    """Two kinds of padding and their gradients; pads by more before than behind."""
+    pads, made = [2, 1] * dims, []
+    for kind in ("reflection", "replication"):
+        name = f"{kind}_pad{dims}d"
+        y = getattr(aten, name)(x, pads)
+        made.append(getattr(aten, f"{name}_backward")(y, x, pads))
+    return made
+
+
+def sampled(x: Tensor, grid: Tensor) -> Any:
+    y = aten.grid_sampler_2d(x, grid, 0, 0, False)
+    return aten.grid_sampler_2d_backward(y, x, grid, 0, 0, False, [True, True])
+
+
+def patches(x: Tensor) -> Any:
+    shape, args = list(x.shape[-2:]), ([2, 3], [1, 1], [1, 0], [2, 1])
+    return aten.col2im(aten.im2col(x, *args), shape, *args)
+
+
+def unfolded(x: Tensor) -> Any:
+    return aten.unfold_backward(aten.unfold(x, 1, 3, 2), list(x.shape), 1, 3, 2)
+
+
+def ranked(x: Tensor) -> Any:
+    """What looks along the middle dim of three."""
+    kept = aten.kthvalue(x, 2, 1, True), aten.median.dim(x, 1, True), aten.aminmax(x, dim=1, keepdim=True)
+    gone = aten.max.dim(x, 1), aten.min.dim(x, -2), aten.mode(x, 1), aten.argmin(x, 1, True), aten.prod.dim_int(x, 1)
+    moved = aten.sort(x, 1, True), aten.sort.stable(x, stable=True, dim=1), aten.topk(x, 2, 1)
+    run = aten.cummax(x, 1), aten.cummin(x, 1), aten.cumprod(x, 1), aten.logcumsumexp(x, 1), aten.cumsum(x, 1)
+    return kept, gone, moved, run, aten.argmax(x, 1)
+
+
 RNG = torch.tensor([7, 3])
 
 SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -87,6 +136,27 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "scatter_add": (lambda x, i, s: aten.scatter_add(x, 1, i, s), (rand(4, 6), index(6, 4, 3), rand(4, 3))),
     "scatter value": (lambda x, i: aten.scatter(x, 1, i, 2.5), (rand(4, 6), index(6, 4, 1))),
     "scatter src": (lambda x, i, s: aten.scatter(x, 1, i, s), (rand(4, 6), index(6, 4, 1), rand(4, 1))),
+    "scatter some": (lambda x, i, s: aten.scatter(x, 1, i, s), (rand(4, 6, 5), index(6, 4, 1, 3), rand(6, 2, 5))),
+    "scatter_add some": (
+        lambda x, i, s: aten.scatter_add(x, 0, i, s),
+        (rand(4, 6, 5), index(4, 6, 6, 3), rand(7, 6, 5)),
+    ),
+    "scatter reduce": (
+        lambda x, i, s: (aten.scatter.reduce(x, 1, i, s, reduce="add"), aten.scatter_reduce.two(x, 1, i, s, "amax")),
+        (rand(4, 6), index(6, 4, 3), rand(4, 3)),
+    ),
+    "index_put inner add": (
+        lambda x, i, j, v: aten.index_put(x, [None, i, j], v, True),
+        (rand(4, 3, 6, 5), index(3, 7), index(6, 2, 1), rand(4, 2, 7, 5)),
+    ),
+    "index_put apart add": (
+        lambda x, i, j, v: aten.index_put(x, [i, None, j], v, True),
+        (rand(6, 4, 5), index(6, 3), index(5, 3), rand(3, 4)),
+    ),
+    "index_put inner row": (
+        lambda x, i, v: aten.index_put(x, [None, i], v),
+        (rand(4, 6, 5), torch.tensor([4, 1, 2]), rand(5)),
+    ),
     "index front": (lambda x, i: aten.index(x, [i]), (rand(6, 4, 5), index(6, 3, 2))),
     "index inner": (lambda x, i, j: aten.index(x, [None, i, j]), (rand(4, 6, 5), index(6, 4), index(5, 4))),
     "index apart": (lambda x, i, j: aten.index(x, [i, None, j]), (rand(6, 4, 5), index(6, 3), index(5, 3))),
@@ -127,7 +197,22 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sum keep": (lambda x: aten.sum(x, [1], True), (rand(4, 6, 5),)),
     "amax": (lambda x: aten.amax(x, [1]), (rand(4, 6, 5),)),
     "amin": (lambda x: aten.amin(x, [0, 2], True), (rand(4, 6, 5),)),
-    "cumsum": (lambda x: aten.cumsum(x, 1), (rand(4, 6),)),
+    "ranked": (ranked, (rand(4, 6, 5),)),
+    "argmax of all": (lambda x: aten.argmax(x), (rand(4, 6),)),
+    "activations": (activated, (rand(4, 6) - 0.5, rand(6))),
+    "floor_divide": (lambda a, b: aten.floor_divide(a, b), (rand(4, 6), rand(6))),
+    "padding in one dim": (lambda x: padded(x, 1), (rand(4, 3, 6),)),
+    "padding in two dims": (lambda x: padded(x, 2), (rand(4, 3, 6, 5),)),
+    "padding in three dims": (lambda x: padded(x, 3), (rand(4, 3, 6, 5, 4),)),
+    "padding of one picture": (lambda x: padded(x, 2), (rand(4, 6, 5),)),
+    "grid_sample": (sampled, (rand(4, 3, 6, 5), rand(4, 2, 6, 2))),
+    "patches": (patches, (rand(4, 3, 6, 5),)),
+    "patches of one picture": (patches, (rand(4, 6, 5),)),
+    "unfold": (unfolded, (rand(4, 7, 6),)),
+    "slice_scatter": (lambda x, y: aten.slice_scatter(x, y, 1, 1, 6, 2), (rand(4, 6, 5), rand(4, 3, 5))),
+    "select_scatter": (lambda x, y: aten.select_scatter(x, y, 1, 2), (rand(4, 6, 5), rand(4, 5))),
+    "bucketize": (lambda x, n: aten.bucketize(x, n), (rand(4, 6), torch.arange(5) / 5.0)),
+    "isin": (lambda x, n: aten.isin(x, n), (index(9, 4, 6), index(9, 4))),
     "any": (lambda x: aten.any(x), (mask(4, 6),)),
     "all": (lambda x: aten.all(x), (mask(4, 6),)),
     "sigmoid_backward": (lambda g, y: aten.sigmoid_backward(g, y), (rand(4, 6), rand(4, 6))),

@@ -20,7 +20,7 @@ from autopar.capture import capture
 from autopar.choices import choices
 from autopar.graph import Graph, Input, Output
 from autopar.layout import Mesh
-from autopar.models import awkward, gpt, llama, mlp
+from autopar.models import awkward, encoder, gpt, llama, mlp, resnet, t5, unet, vit
 from autopar.passes import emit
 from autopar.plan import Plan
 from autopar.rules.core import RULES, operands, results
@@ -32,6 +32,11 @@ MODELS = (
     mlp.tiny,
     gpt.tiny,
     llama.tiny,
+    resnet.tiny,
+    unet.tiny,
+    vit.tiny,
+    encoder.tiny,
+    t5.tiny,
     awkward.square,
     awkward.scores,
     awkward.gram,
