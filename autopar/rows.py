@@ -94,9 +94,9 @@ def unpacked(got: Tensor, index: Tensor, me: int, before: list[list[int]], after
 
 
 def padded(rows: Tensor, index: Tensor, before: list[list[int]]) -> Tensor:
-    """A device's rows [longest, width], for a gather over a group of which each device has a piece of `before`."""
+    """A device's rows, as many as the longest has, to gather over a group whose devices have the pieces `before`."""
     longest = max(numbered(index, piece).shape[0] for piece in before)
-    return torch.nn.functional.pad(rows[0], (0, 0, 0, longest - rows.shape[1]))
+    return torch.nn.functional.pad(rows[0], (*(0, 0) * (rows.dim() - 2), 0, longest - rows.shape[1]))
 
 
 def joined(got: Tensor, index: Tensor, before: list[list[int]], after: list[int]) -> Tensor:

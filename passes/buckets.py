@@ -63,7 +63,7 @@ def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
 def kind_of(node: fx.Node) -> Any:
     """What a node may share a bucket with: equal keys; None for a node that runs alone."""
     step: Step | None = node.meta.get("step")
-    if step is None:
+    if step is None or step.before.rows is not None:
         return None
     dtype = node.meta["val"].dtype
     if step.kind in REDUCTIONS and all(user.op == "output" for user in node.users):
