@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.api import parallelize
     from autopar.cluster import ClusterSpec
     from autopar.opaque_module import opaque
+    from autopar.precision import Precision
     from autopar.runtime.deferred import deferred
     from autopar.runtime.local import Local
     from autopar.runtime.materialise import initialise
@@ -39,6 +40,7 @@ LAZY = {
     "ClusterSpec": "autopar.cluster",
     "Local": "autopar.runtime.local",
     "ParallelModule": "autopar.runtime.module",
+    "Precision": "autopar.precision",
     "deferred": "autopar.runtime.deferred",
     "initialise": "autopar.runtime.materialise",
     "opaque": "autopar.opaque_module",
@@ -56,6 +58,7 @@ __all__ = [
     "ParallelModule",
     "Plan",
     "PlanError",
+    "Precision",
     "RuleError",
     "SolverError",
     "UnsafeFileError",

@@ -23,6 +23,7 @@ from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
 from autopar.passes import copy_views, emit
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
@@ -38,7 +39,7 @@ def parallelize(
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
     memory_bytes: float | str | None = None,
-    precision: str | None = None,
+    precision: Precision | str | None = None,
     strategy: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     reuse: str | None = None,
@@ -54,7 +55,9 @@ def parallelize(
                     then returns the loss
     optimizer       the class that will be used, for the memory of its state
     memory_bytes    budget of one device, a number or "8GiB"; by default the cluster's
-    precision       None: the model's own dtypes. "float64": float32 is replaced by it everywhere, for comparisons
+    precision       a `Precision`: dtypes of computing, of reducing gradients, of results; "bf16" and "fp16" compute and
+                    gather so and reduce in float32. None: the model's own dtypes. "float64": float32 is replaced by it
+                    everywhere, for comparisons
     strategy        from `autopar.strategies`, or as it is written there, "zero(3)": constraints on the plan
     plan            one that was made before for such a call, or the file it was saved in
     reuse           "placements": of `plan`, made for other inputs, keep the mesh and where parameters are; all else
@@ -78,7 +81,7 @@ def plan(
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = torch.optim.AdamW,
     memory_bytes: float | str | None = None,
-    precision: str | None = None,
+    precision: Precision | str | None = None,
     strategy: Any = None,
     time_limit: float = 60,
     seed: int = 0,
@@ -98,7 +101,7 @@ class Compiler:
     loss_fn: Callable[..., Any] | None = None
     optimizer: Any = torch.optim.AdamW
     memory_bytes: float | None = None
-    precision: str | None = None
+    precision: Precision | str | None = None
     strategy: Any = None
     given: Plan | str | os.PathLike[str] | None = None
     time_limit: float = 60
@@ -112,8 +115,7 @@ class Compiler:
         self.strategy = asked.strategy(self.strategy)
         self.given = asked.plan(self.given)
         self.time_limit, self.seed = asked.time_limit(self.time_limit), asked.seed(self.seed)
-        if self.precision not in (None, "float64"):
-            raise UnsupportedError(f'precision={self.precision!r}: there is None (the model\'s own) and "float64"')
+        self.precision = asked.precision(self.precision)
         if self.reuse not in (None, "placements"):
             raise PlanError(f'reuse={self.reuse!r}: there is None (the plan as it is) and "placements"')
         if self.reuse is not None and self.given is None:
@@ -125,7 +127,9 @@ class Compiler:
 
     def graph(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The training step of one call."""
-        graph = capture(model, args, kwargs, loss_fn=self.loss_fn, double=self.precision == "float64")
+        low = self.precision if isinstance(self.precision, Precision) else None
+        double = self.precision == "float64"
+        graph = capture(model, args, kwargs, loss_fn=self.loss_fn, double=double, precision=low)
         return copy_views(graph)
 
     def axes(self, graph: Graph) -> Axes:
@@ -190,6 +194,7 @@ class Compiler:
     def fingerprint(self, graph: Graph) -> dict[str, str]:
         """What a plan for this graph depends on."""
         options = {"strategy": self.strategy, "memory_bytes": self.memory_bytes, "optimizer": name_of(self.optimizer)}
+        options |= {} if self.precision is None else {"precision": self.precision}
         return fingerprint.fingerprint(graph, self.cluster, options)
 
     def emit(self, graph: Graph, plan: Plan) -> Program:

@@ -18,6 +18,7 @@ from autopar.cluster import PRESETS, ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_strategy
 from autopar.plan import Plan
+from autopar.precision import LOW, Precision, low
 
 
 def kind(value: Any) -> str:
@@ -57,6 +58,18 @@ def strategy(value: Any) -> Any:
             f"strategy is {kind(value)}; write one like autopar.strategies.zero(3) or 'ddp(2) * tensor(2)'"
         )
     return value
+
+
+def precision(value: Any) -> Precision | str | None:
+    """None, dtypes, or a word."""
+    if isinstance(value, str) and value in LOW:
+        return low(value)
+    if value is None or value == "float64" or isinstance(value, Precision):
+        return value  # type: ignore[no-any-return]
+    raise InputError(
+        f"precision is {kind(value)}; give autopar.Precision(param=torch.bfloat16, reduce=torch.float32), "
+        '"bf16", "fp16", or "float64" for comparisons'
+    )
 
 
 def memory_bytes(value: Any) -> float | None:

@@ -28,6 +28,7 @@ from autopar.labels import label
 from autopar.loss import call_loss
 from autopar.normalise import normalise
 from autopar.opaque_module import opaque
+from autopar.precision import Precision, cast, with_reductions
 from autopar.refusals import check_changes, check_constants, check_parameters
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
@@ -50,13 +51,15 @@ class Step:
     leaves: list[Any]
     loss_fn: Callable[..., Any] | None
     double: bool
+    precision: Precision = Precision()
     seen: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         tensors, rng = list(flat[:-1]), flat[-1]
+        low = self.precision
         named = (*self.parameters_, *self.buffers_)
         values, rest = tensors[: len(named)], iter(tensors[len(named) :])
-        filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        filled = [cast(next(rest), low.param) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree.unflatten(self.in_tree, filled)
         wide = Double() if self.double else nullcontext()  # type: ignore[no-untyped-call]
         with unchanged(self.model) as left, swapped(named, values), Tracing(self.model, rng), wide:
@@ -72,6 +75,7 @@ class Step:
     def results(self, out: Any, loss: Tensor | None) -> list[Tensor]:
         """The loss first, then the other tensor leaves; fresh tensors, so that none is a view of another."""
         leaves, out_tree = tree.flatten(out)
+        leaves = [cast(leaf, self.precision.output) for leaf in leaves]
         check_leaves(leaves, tree.paths(out_tree, "output"))
         inside = loss_leaf(leaves) if loss is None else None
         loss = loss if inside is None else leaves[inside]
@@ -122,12 +126,14 @@ def capture(
     *,
     loss_fn: Callable[..., Any] | None = None,
     double: bool = False,
+    precision: Precision | None = None,
 ) -> Graph:
     """The joint graph of one call `model(*args, **kwargs)` and its backward.
 
     loss_fn   a function or a module: `loss_fn(output)`, or `loss_fn(output, *args, **kwargs)` if it needs more than one
               argument; without it the loss is the first scalar floating-point leaf of the output
     double    every float32 in the graph becomes float64 (for comparisons)
+    precision dtypes of computing and reducing, where they are not the model's own
 
     Raises `CaptureError` where the step is not one graph.
     """
@@ -137,7 +143,8 @@ def capture(
     for path, leaf in zip(argument_paths(in_tree), leaves, strict=True):
         if problem := tree.foreign_argument(leaf, path):
             raise CaptureError(problem)
-    step = Step(model, parameters, buffers, in_tree, leaves, loss_fn, double)
+    low = precision or Precision()
+    step = Step(model, parameters, buffers, in_tree, leaves, loss_fn, double, low)
     step.seen["buffers"] = range(len(parameters), len(parameters) + len(buffers))
     sources = [*(p.tensor for p in parameters), *(b.tensor for b in buffers)]
     sources += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -148,13 +155,16 @@ def capture(
         stack.enter_context(_torch.without_checkpointing())
         stack.enter_context(torch.enable_grad())
         wide = widened if double else (lambda dtype: dtype)
-        fakes = tuple(_torch.fake_like(mode, source, wide(source.dtype)) for source in sources)
+        dtypes = [low.computed(p.tensor.dtype) for p in parameters] + [t.dtype for t in sources[len(parameters) :]]
+        fakes = tuple(_torch.fake_like(mode, t, wide(d)) for t, d in zip(sources, dtypes, strict=True))
         rng = _torch.fake_like(mode, torch.zeros(2, dtype=torch.int64))
         joint = without_kept(traced(step, (*fakes, rng)), step.seen)
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
     check_changes(joint, inputs)
-    return normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
+    graph = normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
+    stored = [(p.names[0], p.tensor.dtype) for p in parameters]
+    return graph if precision is None else with_reductions(graph, precision, stored)
 
 
 def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:

@@ -11,9 +11,11 @@ Every node of `Graph.fx` carries in `meta`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -61,6 +63,8 @@ class Graph:
     attributes  tensors that the graph reads with `get_attr` (constants lifted while tracing)
     reads       (module path, attribute) of the Python values that forward read on its modules
     writes      plain values that forward left in attributes, under the same names
+    stored      dtype in which each parameter is stored, by name, where it is computed with in another
+    unreduced   nodes whose operand must not have been summed over devices: casts to the dtype of reductions
     """
 
     fx: fx.Graph
@@ -73,6 +77,8 @@ class Graph:
     attributes: dict[str, Any] = field(default_factory=dict)
     reads: tuple[tuple[str, str], ...] = ()
     writes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    unreduced: frozenset[str] = frozenset()
 
     def node(self, name: str) -> Node:
         """The node called `name`."""

@@ -102,10 +102,14 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
         val = graph.node(entry.node).meta["val"]
         if entry.kind == "parameter":
             kept = program.plan.parameters[entry.name]
-            stored = size_of(kept.stored, val.dtype, mesh)
+            dtype = graph.stored.get(entry.name, val.dtype)
+            stored = size_of(kept.stored, dtype, mesh)
             out["parameters"] += stored
             out["optimizer"] += int(copies * stored) if entry.trainable else 0
-            out["copies"] += size_of(kept.home, val.dtype, mesh) if kept.level in (1, 2) else 0
+            if kept.level in (1, 2):
+                out["copies"] += size_of(kept.home, val.dtype, mesh)
+            elif dtype.itemsize != val.dtype.itemsize:
+                out["copies"] += size_of(kept.stored, val.dtype, mesh)
         else:
             kind = "buffers" if entry.kind == "buffer" else "inputs"
             out[kind] += size_of(program.input_layouts[entry.node], val.dtype, mesh)

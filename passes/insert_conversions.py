@@ -15,6 +15,7 @@ from autopar.layout import Layout, Step, conversion
 from autopar.passes.lower_rows import moves_rows
 from autopar.passes.markers import COLLECTIVES
 from autopar.plan import Plan
+from autopar.precision import reduces_early
 from autopar.rules.core import operands
 from autopar.rules.experts import index_of
 
@@ -111,6 +112,9 @@ class _Inserter:
 
     def convert(self, node: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
         """`node`'s value in `layout`, for a consumer."""
+        path = conversion(self.env[node].meta["layouts"][0], layout, self.plan.mesh) or ()
+        if reduces_early(self.graph, consumer, path):
+            raise PlanError(f"%{node.name} is summed over devices before %{consumer.name} casts it for that")
         return self.converted(node, layout, consumer.meta["phase"], consumer.meta.get("module", ""))
 
     def converted(self, node: fx.Node, layout: Layout, phase: str, module: str) -> fx.Node:

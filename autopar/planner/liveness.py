@@ -56,13 +56,18 @@ class Liveness:
         """Bytes that every point has: terms of the parameters, and what no decision changes."""
         problem, terms, constant = self.programme.problem, defaultdict[int, float](float), 0.0
         trainable = {entry.node: entry.trainable for entry in problem.graph.inputs}
+        dtypes = {entry.node: problem.graph.stored.get(entry.name) for entry in problem.graph.inputs}
         for unit in problem.units:
             if unit.kind == "parameter":
                 for option, variables in zip(
                     problem.options_of(unit), self.programme.option_sums(unit.shape), strict=True
                 ):
-                    stored = self.bytes(option.label.stored, unit.itemsizes[0])
-                    home = self.bytes(option.label.home, unit.itemsizes[0]) if option.label.level in (1, 2) else 0
+                    kept, itemsize = option.label, unit.itemsizes[0]
+                    dtype = dtypes[unit.name]
+                    stored = self.bytes(kept.stored, itemsize if dtype is None else dtype.itemsize)
+                    cast = dtype is not None and dtype.itemsize != itemsize
+                    copied = kept.home if kept.level in (1, 2) else kept.stored if cast else None
+                    home = 0 if copied is None else self.bytes(copied, itemsize)
                     state = int(self.optimizer_copies * stored) if trainable[unit.name] else 0
                     for v in variables:
                         terms[v] += stored + home + state

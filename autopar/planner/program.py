@@ -39,6 +39,7 @@ from typing import NamedTuple
 from autopar.cost.comm import step_s
 from autopar.layout import Layout, Step, conversion
 from autopar.planner.solver import Model, Solution
+from autopar.precision import reduces_early
 from autopar.planner.units import Edge, Problem, State, Unit
 
 Sum = tuple[int, ...]  # of variables
@@ -165,6 +166,8 @@ class Programme:
             return
         sources, targets = list(handed), list(wanted)
         paths = self.paths(sources, targets)
+        reader = self._members[self.problem.shapes[k][2]][0]
+        paths = {pair: p for pair, p in paths.items() if not reduces_early(self.problem.graph, reader.name, p)}
         if len(sources) == 1 or len(targets) == 1:
             ends, side = (wanted, 1) if len(sources) == 1 else (handed, 0)
             sums = list(ends.values())

@@ -10,12 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
+from torch import fx
+
 from autopar.axes import Axes, Factors, Value, analyse, computes, source
 from autopar.choices import Choice, choices
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, conversion
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.options import options
+from autopar.precision import reduces_early
 from autopar.planner.units import input_layout
 
 ATTEMPTS = 200
@@ -49,7 +52,7 @@ def random_plan(
                 else handed(parameters[entry.name])
             )  # fmt: skip
         elif computes(node):
-            picked = draw(rng, ways[node.name], [layouts[v] for v in axes.operands(node)], mesh)
+            picked = draw(rng, ways[node.name], [layouts[v] for v in axes.operands(node)], mesh, graph, node)
             ops[node.name] = picked.roles
             layouts |= {(node.name, i): layout for i, layout in enumerate(picked.outputs)}
     for output in graph.outputs:
@@ -90,9 +93,12 @@ def kept(factors: Factors, wanted: Sequence[Layout], mesh: Mesh, trainable: bool
     return list(options(factors, wanted, mesh, levels=(0, 1, 2, 3), trainable=trainable))
 
 
-def draw(rng: random.Random, ways: Sequence[Choice], operands: Sequence[Layout], mesh: Mesh) -> Choice:
+def draw(
+    rng: random.Random, ways: Sequence[Choice], operands: Sequence[Layout], mesh: Mesh, graph: Graph, node: fx.Node
+) -> Choice:
     """A uniformly drawn choice that its operands can be brought to."""
     for choice in rng.sample(list(ways), len(ways)):
-        if all(conversion(here, there, mesh) is not None for here, there in zip(operands, choice.inputs, strict=True)):
+        paths = [conversion(here, there, mesh) for here, there in zip(operands, choice.inputs, strict=True)]
+        if all(path is not None and not reduces_early(graph, node, path) for path in paths):
             return choice
     raise AssertionError("every op can run whole on settled operands")

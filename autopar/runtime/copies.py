@@ -39,9 +39,11 @@ class Copies:
     """The compute copies of one set of parameters on this rank.
 
     plans   how each of them is kept, in the order in which `refresh` takes and gives them
+    dtypes  what each is computed with
     """
 
     plans: tuple[ParameterPlan, ...]
+    dtypes: tuple[torch.dtype, ...]
     refresh: Refresh
     mesh: Mesh
     coordinate: Mapping[str, int]
@@ -58,11 +60,12 @@ class Copies:
 
     def _same(self, plan: ParameterPlan, copy: Tensor, shard: Tensor) -> bool:
         part = inside(plan, self.mesh, self.coordinate)
-        return part is not None and torch.equal(piece(copy, part, self.mesh, dict(self.coordinate)), shard)
+        return part is not None and torch.equal(piece(copy, part, self.mesh, dict(self.coordinate)), shard.to(copy.dtype))
 
     def renew(self, stored: Sequence[Tensor]) -> None:
         """Gather all copies again; every rank must come here together."""
         self.values = ()
         with torch.no_grad():
-            self.values = tuple(self.refresh(list(stored)))
+            shards = [shard.to(dtype) for shard, dtype in zip(stored, self.dtypes, strict=True)]
+            self.values = tuple(self.refresh(shards))
         self.stale = False

@@ -124,7 +124,8 @@ class Engine:
         values: list[Tensor] = []
         for entry in step.inputs:
             if entry.kind == "parameter":
-                values.append(held[entry.name] if entry.name in held else local(parameters[entry.name]))
+                value = held[entry.name] if entry.name in held else local(parameters[entry.name])
+                values.append(value.to(step.dtypes[entry.node]))
             elif entry.kind == "buffer":
                 written = ("buffer", entry.name) in step.layouts and entry.node in step.program.saved
                 values.append(buffers[entry.name].clone() if written else buffers[entry.name])
@@ -220,7 +221,9 @@ class Engine:
         names = program.refreshed
         if names and names not in self.copies:
             kept = tuple(plan.parameters[name] for name in names)
-            self.copies[names] = Copies(kept, step.bound.refresh, place.mesh, place.coordinate)
+            nodes = {entry.name: entry.node for entry in graph.inputs if entry.kind == "parameter"}
+            dtypes = tuple(step.dtypes[nodes[name]] for name in names)
+            self.copies[names] = Copies(kept, dtypes, step.bound.refresh, place.mesh, place.coordinate)
         return step
 
     def settled(self) -> Place:

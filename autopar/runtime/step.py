@@ -80,6 +80,12 @@ class Step:
         return tuple(known[node] for node in self.program.forward_inputs)
 
     @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What every argument is computed with."""
+        nodes = self.program.graph.nodes
+        return {entry.node: nodes[entry.node].meta["val"].dtype for entry in self.program.graph.inputs}
+
+    @cached_property
     def results(self) -> tuple[Output, ...]:
         """What the forward program gives before the saved values."""
         return tuple(o for o in self.program.graph.outputs if o.kind in ("loss", "output", "buffer"))
