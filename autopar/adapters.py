@@ -55,9 +55,7 @@ def passes_position_ids(model: nn.Module, args: Sequence[Any], kwargs: Mapping[s
     return bound.get("position_ids") is not None or dict(bound.get("kwargs", {})).get("position_ids") is not None
 
 
-def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What an expert layer of transformers computes, in ops that can be cut over experts; for its registry."""
     first, last = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
 

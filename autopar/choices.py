@@ -101,9 +101,7 @@ def factors_of(dims: Dims, instance: Instance) -> Factors:
     return tuple(tuple(instance.sizes[x] for x in dim) for dim in dims)
 
 
-def _cut(
-    dims: Dims, instance: Instance, picked: tuple[str, ...], mesh: Mesh, rows: Fraction | None = None
-) -> Layout:
+def _cut(dims: Dims, instance: Instance, picked: tuple[str, ...], mesh: Mesh, rows: Fraction | None = None) -> Layout:
     cuts = tuple(tuple(tuple(a for a, r in zip(mesh.names, picked, strict=True) if r == x) for x in d) for d in dims)
     return Layout(factors_of(dims, instance), cuts, rows=rows)
 

@@ -43,7 +43,9 @@ class Precision:
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise InputError(f"Precision({name}={dtype!r}): give a floating-point dtype like torch.bfloat16, or None")
+                raise InputError(
+                    f"Precision({name}={dtype!r}): give a floating-point dtype like torch.bfloat16, or None"
+                )
 
     def __str__(self) -> str:
         named = (f"{k}={str(v).removeprefix('torch.')}" for k, v in vars(self).items() if v is not None)
@@ -55,7 +57,7 @@ class Precision:
 
 
 def low(name: str) -> Precision:
-    """"bf16" or "fp16": computed and gathered so, reduced in float32."""
+    """ "bf16" or "fp16": computed and gathered so, reduced in float32."""
     return Precision(param=LOW[name], reduce=torch.float32)
 
 

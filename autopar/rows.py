@@ -73,7 +73,9 @@ def common(have: Tensor, want: Tensor, index: Tensor) -> Tensor:
     return have[wanted[have]]
 
 
-def packed(rows: Tensor, index: Tensor, me: int, before: list[list[int]], after: list[list[int]]) -> tuple[Tensor, list[int], list[int]]:
+def packed(
+    rows: Tensor, index: Tensor, me: int, before: list[list[int]], after: list[list[int]]
+) -> tuple[Tensor, list[int], list[int]]:
     """What device `me` sends, row by row, so that every device of a group that has piece `before` gets `after`.
 
     Returns (rows in the order of who gets them, how many each device sends here, how many each gets from here).

@@ -60,7 +60,9 @@ class Copies:
 
     def _same(self, plan: ParameterPlan, copy: Tensor, shard: Tensor) -> bool:
         part = inside(plan, self.mesh, self.coordinate)
-        return part is not None and torch.equal(piece(copy, part, self.mesh, dict(self.coordinate)), shard.to(copy.dtype))
+        return part is not None and torch.equal(
+            piece(copy, part, self.mesh, dict(self.coordinate)), shard.to(copy.dtype)
+        )
 
     def renew(self, stored: Sequence[Tensor]) -> None:
         """Gather all copies again; every rank must come here together."""

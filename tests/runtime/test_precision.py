@@ -1,0 +1,162 @@
+"""Low precision: what is stored, computed, gathered and reduced, beside FSDP2's recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+from autopar import ClusterSpec, InputError, Precision, parallelize
+from autopar.verify.pool import Pool
+
+LEVELS = ("ddp()", "zero(1)", "zero(2)", "zero(3)")
+EMULATED = Precision(param=torch.float32, reduce=torch.float64)
+
+
+def cluster() -> ClusterSpec:
+    return ClusterSpec.preset("cpu-gloo", devices=dist.get_world_size())
+
+
+class Squares(nn.Module):
+    """One product; its gradient is one product too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 6, generator=rng, dtype=torch.float64))
+        self.register_buffer("shift", torch.full((6,), 1 / 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ self.weight.T
+        return y.square().sum(), y.detach().double() + self.shift
+
+
+def rows() -> Tensor:
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def emulated(strategy: str, precision: Precision) -> tuple[float, list[torch.dtype]]:
+    """Gap to gradients computed in float32 by every rank and summed in float64; dtypes of what a user sees."""
+    module: Any = parallelize(Squares(), cluster(), strategy=strategy, precision=precision)
+    optimizer = torch.optim.AdamW(module.parameters())
+    loss, shifted = module(rows())
+    loss.backward()
+    weight = Squares().weight.detach().float()
+    parts = [2 * (x @ weight.T).T @ x for x in rows().float().chunk(dist.get_world_size())]
+    wanted = torch.stack([part.double() for part in parts]).sum(0)
+    (parameter,) = module.parameters()
+    gradient = parameter.grad.full_tensor()
+    optimizer.step()
+    state = optimizer.state[parameter]["exp_avg"]
+    gap = float((gradient - wanted).abs().max() / wanted.abs().max())
+    return gap, [t.dtype for t in (parameter, gradient, state, module.shift, loss, shifted)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", LEVELS)
+def test_gradients_are_summed_in_the_dtype_of_reductions(ranks: Pool, strategy: str, world: int) -> None:
+    double, single = torch.float64, torch.float32
+    for gap, dtypes in ranks.run(emulated, strategy, EMULATED, world=world):
+        assert gap < 1e-15
+        assert dtypes == [double, double, double, double, single, double]
+
+
+def test_without_a_dtype_of_reductions_they_are_summed_as_computed(ranks: Pool) -> None:
+    for gap, dtypes in ranks.run(emulated, "ddp()", Precision(param=torch.float32, output=torch.bfloat16), world=2):
+        assert 1e-12 < gap < 1e-6
+        assert dtypes[1] == torch.float64 and dtypes[4:] == [torch.bfloat16, torch.bfloat16]
+
+
+# --- beside FSDP2 -----------------------------------------------------------------------------------------------------
+
+STEPS, ROWS = 50, 16
+
+
+class Classifier(nn.Module):
+    """Three layers and a loss in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(x).float(), labels)
+
+
+def model_and_batch() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Classifier(), (torch.randn(ROWS, 16), torch.randint(8, (ROWS,)))
+
+
+def losses(module: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    out = []
+    for _ in range(STEPS):
+        loss = module(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.detach().float())
+    return torch.stack(out)
+
+
+def of_fsdp2(order: Tensor) -> Tensor:
+    """FSDP2's losses, the rows of the batch in another order: other rows are summed on another rank."""
+    model, batch = model_and_batch()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    found = losses(model, *(t[order].chunk(dist.get_world_size())[dist.get_rank()] for t in batch))
+    dist.all_reduce(found)
+    return found / dist.get_world_size()
+
+
+def beside_fsdp2(strategy: str) -> tuple[float, float]:
+    """(largest gap of our losses to FSDP2's, largest gap of FSDP2's to its own in another order of rows)."""
+    one = of_fsdp2(torch.arange(ROWS))
+    other = of_fsdp2(torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)))
+    model, batch = model_and_batch()
+    ours = losses(parallelize(model, cluster(), strategy=strategy, precision="bf16"), *batch)
+    return float((ours - one).abs().max()), float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["ddp()", "zero(1)", "zero(3)"])
+def test_losses_in_bf16_are_as_near_to_fsdp2_as_it_is_to_itself(ranks: Pool, strategy: str) -> None:
+    for gap, spread in ranks.run(beside_fsdp2, strategy, world=2):
+        assert gap <= 2 * spread, (gap, spread)
+
+
+def scaled(overflow: bool) -> tuple[float, float]:
+    """(change of the weight, scale) after a step in fp16 under a scaler."""
+    module: Any = parallelize(
+        nn.Sequential(nn.Linear(4, 4)), cluster(), loss_fn=mean_square, strategy="zero(3)", precision="fp16"
+    )
+    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x = torch.full((4, 4), 6e4 if overflow else 0.5)
+    scaler.scale(module(x)).backward()
+    before = [p.detach().clone() for p in module.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    change = max(float((a - b).full_tensor().abs().max()) for a, b in zip(before, module.parameters(), strict=True))
+    return change, scaler.get_scale()
+
+
+def mean_square(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def test_a_scaler_skips_what_overflows(ranks: Pool) -> None:
+    assert all(change > 0 and scale == 1024 for change, scale in ranks.run(scaled, False, world=2))
+    assert all(change == 0 and scale == 512 for change, scale in ranks.run(scaled, True, world=2))
+
+
+@pytest.mark.parametrize("wrong", ["half", 16, torch.bfloat16])
+def test_other_words_are_refused(wrong: Any) -> None:
+    with pytest.raises(InputError, match="precision is "):
+        parallelize(Squares(), ClusterSpec.preset("cpu-gloo", devices=1), precision=wrong)
+    with pytest.raises(InputError, match=r"param=torch\.int8"):
+        Precision(param=torch.int8)
