@@ -18,7 +18,7 @@ from autopar import asked, files, fingerprint
 from autopar.axes import Axes, analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
-from autopar.errors import InputError, PlanError, UnsupportedError
+from autopar.errors import InputError, PlanError
 from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
 from autopar.passes import copy_views, emit

@@ -51,7 +51,7 @@ class Step:
     leaves: list[Any]
     loss_fn: Callable[..., Any] | None
     double: bool
-    precision: Precision = Precision()
+    precision: Precision
     seen: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:

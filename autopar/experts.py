@@ -5,7 +5,7 @@ Next: `rows.py`, how the rows lie; `rules/experts.py`; `adapters.py`, for the ex
 
 What an expert layer computes between sending tokens away and taking them back is one value for every pair of an expert
 and a token that chose it: a sparse tensor [experts, tokens, width] of which k pairs a token are there. It is stored as
-*rows*, [1, pairs, width], ordered by expert, then token, then slot. In a graph it has the sizes of the sparse tensor, so
+*rows*, [1, pairs, width], ordered by expert, then token, then slot. In a graph it has the sizes of the sparse tensor:
 an op on it has letters for experts, tokens and width, and bringing rows from a cut over tokens to one over experts is
 the all-to-all of expert parallelism.
 

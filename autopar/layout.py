@@ -58,8 +58,8 @@ class Layout:
     factors   sizes of the factors of every dim, major first; () for a dim of size 1
     cuts      mesh axes that cut each of those factors, in the order of cutting
     pending   (mesh axis, "sum" | "max" | "min"): each device along the axis holds one term
-    rows      of a sparse tensor [experts, tokens, width] that is stored as rows (`rows.py`): the part of all pairs of an
-              expert and a token that is there; None of any other tensor
+    rows      of a sparse tensor [experts, tokens, width] that is stored as rows (`rows.py`): which part of all pairs of
+              an expert and a token is there; None of any other tensor
     """
 
     factors: tuple[tuple[int, ...], ...]

@@ -80,7 +80,7 @@ def test_a_layer_cut_at_random_equals_the_whole(seed: int) -> None:
     model, tensors = Layer(), tuple(t.detach() for t in inputs())
     graph = copy_views(capture(model, tensors, double=True))
     axes = analyse(graph)
-    found, log = run(
+    found, _ = run(
         emit(graph, axes, random_plan(graph, axes, MESHES, seed)),
         values_of(graph, model, tensors),
         [torch.tensor(1.0, dtype=torch.float64)],

@@ -39,8 +39,8 @@ from typing import NamedTuple
 from autopar.cost.comm import step_s
 from autopar.layout import Layout, Step, conversion
 from autopar.planner.solver import Model, Solution
-from autopar.precision import reduces_early
 from autopar.planner.units import Edge, Problem, State, Unit
+from autopar.precision import reduces_early
 
 Sum = tuple[int, ...]  # of variables
 Scope = tuple[str, str]  # phase, module

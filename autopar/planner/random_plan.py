@@ -18,8 +18,8 @@ from autopar.graph import Graph
 from autopar.layout import Layout, Mesh, conversion
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.options import options
-from autopar.precision import reduces_early
 from autopar.planner.units import input_layout
+from autopar.precision import reduces_early
 
 ATTEMPTS = 200
 

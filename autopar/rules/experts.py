@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from torch import fx, ops
 
@@ -26,7 +27,7 @@ aten, own = ops.aten, ops.autopar
 NAMES = {"e": "experts"}
 MAKE = (own.to_experts.default, own.expert_rows.default)
 TAKE = (own.to_tokens.default, own.grouped_outer.default, own.expert_sums.default)
-PER_ROW = {  # op that may work on each row alone -> position of the dims that it works along
+PER_ROW: dict[Any, int | None] = {  # op that may work on each row alone -> position of the dims that it works along
     aten.reshape.default: None,
     aten.expand.default: None,
     aten.select.int: 1,
@@ -54,11 +55,13 @@ def piece(rows: Layout, mesh: Mesh, coordinate: dict[str, int]) -> list[int]:
     return found
 
 
-TOKENS = {"bind": bind, "whole": "T j k", "linear": "0", "names": NAMES}
-rule(own.to_experts.default, "t k d, T j -> e t d", **TOKENS)
-rule(own.to_tokens.default, "e t d, T j -> t k d", **TOKENS)
-rule(own.expert_rows.default, "e o, T j -> e t o", **TOKENS)
-rule(own.expert_sums.default, "e t o, T j -> e o", **TOKENS)
+for op, text in (
+    (own.to_experts.default, "t k d, T j -> e t d"),
+    (own.to_tokens.default, "e t d, T j -> t k d"),
+    (own.expert_rows.default, "e o, T j -> e t o"),
+    (own.expert_sums.default, "e t o, T j -> e o"),
+):
+    rule(op, text, bind=bind, whole="T j k", linear="0", names=NAMES)
 
 
 @computed(own.grouped_mm.default, "e t i, e o i, T j -> e t o", bind=bind)
@@ -103,8 +106,10 @@ def passing(node: fx.Node, given: Sequence[Fraction | None]) -> Fraction | None:
 
 def dims_of(node: fx.Node) -> set[int]:
     """Dims along which an op works, counted from the front."""
-    position, rank = PER_ROW[node.target], len(shape_of(operands(node)[0]))
-    given = args_of(node)[position] if position is not None and len(args_of(node)) > position else 0
+    position = PER_ROW[node.target]
+    if position is None:
+        return set()
+    rank, given = len(shape_of(operands(node)[0])), args_of(node)[position] if len(args_of(node)) > position else 0
     return {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 
@@ -122,9 +127,7 @@ def keeps_pairs(node: fx.Node, given: Sequence[Fraction | None]) -> bool:
     if is_pointwise(node):
         others = [shape_of(x) for x, rows in zip(operands(node), given, strict=True) if rows is None]
         return all(math.prod(shape[: max(0, len(shape) - value.dim() + 2)]) == 1 for shape in others)
-    if node.target not in PER_ROW:
-        return False
-    return PER_ROW[node.target] is None or not dims_of(node) & {0, 1}
+    return node.target in PER_ROW and not dims_of(node) & {0, 1}
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
