@@ -9,8 +9,8 @@ from typing import Any
 
 SIZES: dict[int, str] = {
     1: """
-        num_hash n_group topk_group first_k_dense_replace moe_layer_start_index num_dense_layers prompt_types
-        expert_capacity
+        num_hash n_group topk_group first_k_dense_replace moe_layer_start_index num_dense_layers num_expert_group
+        prompt_types expert_capacity
     """,
     2: """
         num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
@@ -76,21 +76,25 @@ WINDOWS = {"depths": [2, 1], "num_heads": [3, 6], "embed_dim": 24, "patch_size":
 KINDS: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "axk2": LATENT,
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "bit": {**FOUR, "hidden_sizes": [16, 16, 32, 32], "embedding_size": 16, "num_groups": 4},
     "convnext": FOUR,
     "convnextv2": FOUR,
     "cpmant": {"prompt_types": 32},
-    "cvt": {"embed_dim": [12, 24, 48], "num_heads": [1, 2, 4], "depth": [1, 1, 1]},
+    "cvt": {"embed_dim": [12, 24, 48], "num_heads": [1, 2, 4], "depth": [1, 2, 3]},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
     "donut-swin": WINDOWS,
+    "dots3_note_text": {"num_key_value_heads": 6},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320},
     "esm": {"pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": 6},
     "falcon_h1": {"mamba_d_ssm": 96},
     "focalnet": {**FOUR, "hidden_sizes": [12, 24, 48, 96], "embed_dim": 12},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -123,7 +127,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "patch_size": 2,
     },
-    "mobilebert": {"embedding_size": 48},
+    "mobilebert": {"num_attention_heads": 4},
     "mobilevitv2": {"image_size": 64, "width_multiplier": 0.25, "patch_size": 2},
     "neomme": {"head_dim": 16},
     "nystromformer": {"num_landmarks": 1, "segment_means_seq_len": 7},
@@ -139,8 +143,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "swinv2": WINDOWS,
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
-    "zamba": {"layer_types": ["mamba", "hybrid"]},
-    "zamba2": {"layer_types": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "zamba2": {
+        "attention_head_dim": 16,
+        "attention_hidden_size": 96,
+        "hybrid_layer_ids": [1],
+        "layer_types": ["mamba", "hybrid"],
+        "mamba_headdim": 8,
+        "n_mamba_heads": 12,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -110,7 +110,7 @@ def test_a_mean_is_the_mean_of_all_under_every_plan(make: Callable[[], Made]) ->
 
 def test_a_row_that_cannot_be_shared_is_refused_and_never_a_mean_of_nothing(ranks: Pool) -> None:
     for outcome in ranks.outcomes(mean, mean_of_one, "ddp", world=2):
-        assert outcome.error == "UnsupportedError" and "a batch of 1 cannot be cut over 2 devices" in outcome.message
+        assert outcome.error == "UnsupportedError" and "ddp() finds nothing to cut" in outcome.message
 
 
 # ---- positions in a dim that could be cut ----------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def rows_of_gradient(make: Callable[[], Made], family: str) -> Tensor:
     return whole(ours.emb.weight.grad)
 
 
-@pytest.mark.parametrize("family", ["tensor", "zero3", "auto"])
+@pytest.mark.parametrize("family", ["ddp", "zero3", "auto"])
 @pytest.mark.parametrize("make", [padded, padded_odd, padded_from_behind])
 def test_only_the_row_of_padding_gets_no_gradient(ranks: Pool, make: Any, family: str) -> None:
     for gradient in ranks.run(rows_of_gradient, make, family, world=2):
@@ -303,7 +303,7 @@ def test_only_the_row_of_padding_gets_no_gradient(ranks: Pool, make: Any, family
 
 @pytest.mark.parametrize("make", [by_frequency, mean_bag, max_bag])
 def test_other_tables_train_as_on_one_device(ranks: Pool, make: Any) -> None:
-    for gaps in ranks.run(parity, make, "tensor", world=2):
+    for gaps in ranks.run(parity, make, "zero3", world=2):
         assert max(gaps.values()) < TINY and gaps["ranks"] == 0, gaps
 
 
@@ -340,7 +340,7 @@ class Routed(nn.Module):
 
 
 def routed() -> Made:
-    return Routed().double(), (torch.randn(9, 6).double(), torch.randint(0, 5, (9,))), {}
+    return Routed().double(), (torch.randn(10, 6).double(), torch.randint(0, 5, (10,))), {}
 
 
 @pytest.mark.parametrize(
