@@ -88,9 +88,9 @@ def share_cores() -> None:
     """Let the ranks that this process is, or starts, share cores without preempting each other.
 
     Gloo's thread that receives asks for a lock again and again while it is held; where it may preempt the thread that
-    holds it, it does so for a whole time slice.
+    holds it, it does so for a whole time slice. A process that was given another policy keeps it.
     """
-    if hasattr(os, "SCHED_BATCH"):
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
