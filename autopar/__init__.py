@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autopar.api import parallelize
     from autopar.cluster import ClusterSpec
     from autopar.opaque_module import opaque
+    from autopar.rules.own import rule
     from autopar.runtime.deferred import deferred
     from autopar.runtime.local import Local
     from autopar.runtime.materialise import initialise
@@ -43,6 +44,7 @@ LAZY = {
     "initialise": "autopar.runtime.materialise",
     "opaque": "autopar.opaque_module",
     "parallelize": "autopar.api",
+    "rule": "autopar.rules.own",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "opaque",
     "parallelize",
     "plan",
+    "rule",
     "strategies",
 ]
 

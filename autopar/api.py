@@ -5,6 +5,7 @@ In: a model and a cluster.  Out: a `ParallelModule`, or a `Plan` alone.  Next: `
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.world import World, join
 from autopar.text import listed
+
+log = logging.getLogger("autopar")
 
 
 def parallelize(
@@ -153,6 +156,8 @@ class Compiler:
     def made(self, graph: Graph, local: frozenset[str], stored: Plan | None) -> Plan:
         """The plan given by the user, checked, or a new one."""
         expected = self.fingerprint(graph)
+        for line in self.axes(graph).without_rule(graph):
+            log.warning(line)
         if self.given is not None and stored is None:
             given = self.given if isinstance(self.given, Plan) else files.load(self.given)
             fields = ("parameters",) if self.reuse else tuple(f for f in fingerprint.FIELDS if f != "options")

@@ -119,6 +119,19 @@ def verify_command(
     raise typer.Exit(report.exit_code)
 
 
+@app.command("verify-rule")
+def verify_rule_command(
+    function: Annotated[str, typer.Argument(help="package.module:function, which runs the ops on example tensors")],
+    as_json: Json = False,
+) -> None:
+    """Prove the sharding rules of your own ops: every cut is run in this process and compared with the whole op."""
+    from autopar.verify.rule import verify_rule
+
+    report = verify_rule(function)
+    typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())
+    raise typer.Exit(report.exit_code)
+
+
 @app.command("run")
 def run_command(
     model: Model,
