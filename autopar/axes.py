@@ -263,6 +263,17 @@ def _refine_view(instance: Instance, sizes: list[list[list[int]]]) -> Instance:
     )
 
 
+def letter_names(axes: Axes, node: fx.Node) -> dict[str, str]:
+    """Letter of an op's rule -> name of the factor."""
+    instance = axes.rule(node)
+    found: dict[str, str] = {}
+    tensors = [*axes.operands(node), *((node.name, i) for i in range(len(instance.outputs)))]
+    for value, dims in zip(tensors, (*instance.inputs, *instance.outputs), strict=True):
+        for letters, names in zip(dims, axes.labels.get(value, ()), strict=False):
+            found |= dict(zip(letters, names, strict=False))
+    return found
+
+
 def _tie_results(graph: Graph, atoms: dict[Value, list[list[Atom]]]) -> None:
     """A gradient has its parameter's factors, a buffer's new value the buffer's, unless their sizes do not nest."""
     ends = {(e.kind, e.name): e.node for e in graph.inputs}
