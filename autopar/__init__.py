@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
     from autopar.opaque_module import opaque
     from autopar.precision import Precision
+    from autopar.rules.own import rule
     from autopar.runtime.deferred import deferred
     from autopar.runtime.local import Local
     from autopar.runtime.materialise import initialise
@@ -45,6 +46,7 @@ LAZY = {
     "initialise": "autopar.runtime.materialise",
     "opaque": "autopar.opaque_module",
     "parallelize": "autopar.api",
+    "rule": "autopar.rules.own",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "opaque",
     "parallelize",
     "plan",
+    "rule",
     "strategies",
 ]
 

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch._decomp import get_decompositions
 from torch._functorch import aot_autograd
 from torch._functorch._aot_autograd import descriptors
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -368,3 +369,15 @@ def _serial_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     options._timeout, options._threads = timeout, 1
     options._devices = [dist.ProcessGroupGloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+# ---- ops ------------------------------------------------------------------------------------------------------------
+
+
+def overload(op: Any) -> Any:
+    """The one overload that a user means by an op: of `custom_op`, of `torch.ops`, or itself; None where it is none."""
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op.default if op.overloads() == ["default"] else None  # type: ignore[no-untyped-call]
+    return op if isinstance(op, torch._ops.OpOverload) else None

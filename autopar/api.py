@@ -5,6 +5,7 @@ In: a model and a cluster.  Out: a `ParallelModule`, or a `Plan` alone.  Next: `
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from autopar.errors import InputError, PlanError
 from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
 from autopar.passes import copy_views, emit
+from autopar.pins import NONE
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
@@ -29,6 +31,8 @@ from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.world import World, join
 from autopar.text import listed
+
+log = logging.getLogger("autopar")
 
 
 def parallelize(
@@ -41,6 +45,7 @@ def parallelize(
     memory_bytes: float | str | None = None,
     precision: Precision | str | None = None,
     strategy: Any = None,
+    pins: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     reuse: str | None = None,
     time_limit: float = 60,
@@ -59,13 +64,15 @@ def parallelize(
                     gather so and reduce in float32. None: the model's own dtypes. "float64": float32 is replaced by it
                     everywhere, for comparisons
     strategy        from `autopar.strategies`, or as it is written there, "zero(3)": constraints on the plan
+    pins            what is fixed of modules, parameters and the mesh, {"modules": {"blocks.3.attn": "heads@model"}}, or
+                    a YAML file of it; stronger than the strategy where they speak: see docs/pins.md
     plan            one that was made before for such a call, or the file it was saved in
     reuse           "placements": of `plan`, made for other inputs, keep the mesh and where parameters are; all else
                     is planned and priced anew
     seed            of random ops while training, and of the initialisation of a model on meta
     """
     budget = asked.memory_bytes(memory_bytes)
-    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, plan, time_limit, seed, reuse)
+    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, plan, time_limit, seed, reuse, pins)
     module = ParallelModule(asked.model(model), compiler=compiler)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)
@@ -83,12 +90,13 @@ def plan(
     memory_bytes: float | str | None = None,
     precision: Precision | str | None = None,
     strategy: Any = None,
+    pins: Any = None,
     time_limit: float = 60,
     seed: int = 0,
 ) -> Plan:
     """The plan that `parallelize` would make; needs no process group and no devices."""
     budget = asked.memory_bytes(memory_bytes)
-    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, None, time_limit, seed)
+    compiler = Compiler(cluster, loss_fn, optimizer, budget, precision, strategy, None, time_limit, seed, pins=pins)
     args, kwargs = arguments(example_inputs)
     return compiler.made(compiler.graph(asked.model(model), args, kwargs), frozenset(), None)
 
@@ -107,17 +115,20 @@ class Compiler:
     time_limit: float = 60
     seed: int = 0
     reuse: str | None = None
+    pins: Any = None
     _axes: dict[int, tuple[Graph, Axes]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.cluster = asked.cluster(self.cluster)
         self.loss_fn = asked.loss_fn(self.loss_fn)
-        self.strategy = asked.strategy(self.strategy)
+        self.strategy, self.pins = asked.strategy(self.strategy), asked.pins(self.pins)
         self.given = asked.plan(self.given)
         self.time_limit, self.seed = asked.time_limit(self.time_limit), asked.seed(self.seed)
         self.precision = asked.precision(self.precision)
         if self.reuse not in (None, "placements"):
             raise PlanError(f'reuse={self.reuse!r}: there is None (the plan as it is) and "placements"')
+        if self.pins and self.given is not None:
+            raise InputError("pins= are for planning, and plan= gives a plan: leave one out, or edit the plan")
         if self.reuse is not None and self.given is None:
             raise PlanError('reuse="placements" reuses those of a plan; give one: plan="plan.json"')
 
@@ -157,6 +168,8 @@ class Compiler:
     def made(self, graph: Graph, local: frozenset[str], stored: Plan | None) -> Plan:
         """The plan given by the user, checked, or a new one."""
         expected = self.fingerprint(graph)
+        for line in self.axes(graph).without_rule(graph):
+            log.warning(line)
         if self.given is not None and stored is None:
             given = self.given if isinstance(self.given, Plan) else files.load(self.given)
             fields = ("parameters",) if self.reuse else tuple(f for f in fingerprint.FIELDS if f != "options")
@@ -178,6 +191,7 @@ class Compiler:
                 self.cluster,
                 mesh=None if stored is None else stored.mesh,
                 strategy=self.strategy if stored is None else None,
+                pins=self.pins if stored is None else NONE,
                 memory_bytes=self.memory_bytes,
                 optimizer=self.optimizer,
                 time_limit=self.time_limit,
@@ -194,7 +208,7 @@ class Compiler:
     def fingerprint(self, graph: Graph) -> dict[str, str]:
         """What a plan for this graph depends on."""
         options = {"strategy": self.strategy, "memory_bytes": self.memory_bytes, "optimizer": name_of(self.optimizer)}
-        options |= {} if self.precision is None else {"precision": self.precision}
+        options |= {"precision": self.precision, "pins": self.pins or None}
         return fingerprint.fingerprint(graph, self.cluster, options)
 
     def emit(self, graph: Graph, plan: Plan) -> Program:

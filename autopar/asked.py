@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import nn
 from autopar.cluster import PRESETS, ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_strategy
+from autopar.pins import NONE, Pins
+from autopar.pins import load as load_pins
+from autopar.pins import parse as parse_pins
 from autopar.plan import Plan
 from autopar.precision import LOW, Precision, low
 
@@ -69,6 +72,21 @@ def precision(value: Any) -> Precision | str | None:
     raise InputError(
         f"precision is {kind(value)}; give autopar.Precision(param=torch.bfloat16, reduce=torch.float32), "
         '"bf16", "fp16", or "float64" for comparisons'
+    )
+
+
+def pins(value: Any) -> Pins:
+    """None, pins, a mapping of the form that `autopar/pins.py` shows, or the YAML file it is in."""
+    if isinstance(value, Pins):
+        return value
+    if isinstance(value, Mapping):
+        return parse_pins(value)
+    if isinstance(value, (str, os.PathLike)):
+        return load_pins(value)
+    if value is None:
+        return NONE
+    raise InputError(
+        f"pins is {kind(value)}; give a mapping like {{'modules': {{'blocks.3': 'batch@data'}}}}, or a YAML file of it"
     )
 
 

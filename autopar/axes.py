@@ -10,7 +10,7 @@ nothing is merged and those dims stay whole at that op.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -91,6 +91,7 @@ class Axes:
     factors    value -> sizes of the factors of every dim
     labels     value -> name of every one of those factors ("batch", "heads", "f3", ...)
     instances  node name -> its rule, in letters that are factors
+    unknown    names of nodes whose op has no rule
     known_choices  what `choices.py` has enumerated, by signature of a rule and mesh
     """
 
@@ -106,6 +107,15 @@ class Axes:
 
     def rule(self, node: fx.Node) -> Instance:
         return self.instances[node.name]
+
+    def without_rule(self, graph: Graph) -> Iterator[str]:
+        """A line for every op that has no rule and is not autopar's own: it runs whole on every device."""
+        nodes = graph.nodes
+        first = {str(nodes[name].target): nodes[name] for name in reversed(self.unknown)}
+        for op, node in sorted(first.items()):
+            if not op.startswith("autopar."):
+                source = node.meta.get("source", "")
+                yield f"{op} has no rule and runs whole on every device" + (f", from {source}" if source else "")
 
 
 def source(node: fx.Node) -> Value:
@@ -257,6 +267,17 @@ def _refine_view(instance: Instance, sizes: list[list[list[int]]]) -> Instance:
     return replace(
         instance, inputs=(tuple(ins),), outputs=(tuple(outs),), sizes=table, whole=frozenset(whole), groups=()
     )
+
+
+def letter_names(axes: Axes, node: fx.Node) -> dict[str, str]:
+    """Letter of an op's rule -> name of the factor."""
+    instance = axes.rule(node)
+    found: dict[str, str] = {}
+    tensors = [*axes.operands(node), *((node.name, i) for i in range(len(instance.outputs)))]
+    for value, dims in zip(tensors, (*instance.inputs, *instance.outputs), strict=True):
+        for letters, names in zip(dims, axes.labels.get(value, ()), strict=False):
+            found |= dict(zip(letters, names, strict=False))
+    return found
 
 
 def _tie_results(graph: Graph, atoms: dict[Value, list[list[Atom]]]) -> None:

@@ -20,6 +20,8 @@ from rich.console import Console
 
 from autopar import files, hf
 from autopar.parsing import read_bytes, read_cluster, read_strategy
+from autopar.pins import NONE
+from autopar.pins import load as load_pins
 from autopar.verify.target import Target
 
 app = typer.Typer(
@@ -34,6 +36,7 @@ Seed = Annotated[int, typer.Option(help="seed of the model, its inputs and the r
 Cluster = Annotated[str, typer.Option(help="a preset (cpu-gloo, dgx-a100-80, dgx-h100), a .yaml or .json file, detect")]
 Devices = Annotated[int | None, typer.Option(help="number of devices")]
 Strategy = Annotated[str | None, typer.Option(help="force one, like 'zero(3)' or 'ddp(2) * tensor(2)'")]
+PinsFile = Annotated[Path | None, typer.Option("--pins", help="a YAML file of what is fixed: see docs/pins.md")]
 Memory = Annotated[str | None, typer.Option(help="bytes a device may use, like 8GiB")]
 
 
@@ -52,6 +55,7 @@ def plan_command(
     hosts: Annotated[int | None, typer.Option(help="number of hosts of a preset")] = None,
     settings: Set = [],  # noqa: B006
     strategy: Strategy = None,
+    pins: PinsFile = None,
     memory: Memory = None,
     time_limit: Annotated[float, typer.Option(help="seconds for the solver")] = 60.0,
     seed: Seed = 0,
@@ -64,6 +68,7 @@ def plan_command(
     where = read_cluster(cluster, devices, hosts)
     forced = read_strategy(strategy) if strategy else None
     bytes_of_device = read_bytes(memory) if memory else None
+    pinned = load_pins(pins) if pins else NONE
     # Loaded once the words are known to be right: the compiler takes longer to load than they take to read.
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
@@ -74,6 +79,7 @@ def plan_command(
             target,
             where,
             strategy=forced,
+            pins=pinned,
             memory_bytes=bytes_of_device,
             time_limit=time_limit,
             seed=seed,
@@ -119,6 +125,19 @@ def verify_command(
     raise typer.Exit(report.exit_code)
 
 
+@app.command("verify-rule")
+def verify_rule_command(
+    function: Annotated[str, typer.Argument(help="package.module:function, which runs the ops on example tensors")],
+    as_json: Json = False,
+) -> None:
+    """Prove the sharding rules of your own ops: every cut is run in this process and compared with the whole op."""
+    from autopar.verify.rule import verify_rule
+
+    report = verify_rule(function)
+    typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())
+    raise typer.Exit(report.exit_code)
+
+
 @app.command("run")
 def run_command(
     model: Model,
@@ -128,6 +147,7 @@ def run_command(
     cluster: Cluster = "detect",
     settings: Set = [],  # noqa: B006
     strategy: Strategy = None,
+    pins: PinsFile = None,
     memory: Memory = None,
     plan: Annotated[Path | None, typer.Option(help="a plan file of `autopar plan --out`, instead of planning")] = None,
     seed: Seed = 0,
@@ -137,7 +157,19 @@ def run_command(
     from autopar.runtime.world import share_cores
     from autopar.training import Job, check, work
 
-    job = Job(model, tuple(settings), seed, steps, lr, cluster, strategy, memory, str(plan) if plan else None, as_json)
+    job = Job(
+        model,
+        tuple(settings),
+        seed,
+        steps,
+        lr,
+        cluster,
+        strategy,
+        memory,
+        plan=str(plan) if plan else None,
+        pins=str(pins) if pins else None,
+        as_json=as_json,
+    )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if world is not None and world != int(os.environ["WORLD_SIZE"]):
             raise typer.BadParameter(f"--world is {world}, but torchrun started {os.environ['WORLD_SIZE']} processes")

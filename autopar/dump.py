@@ -16,7 +16,8 @@ from autopar import files
 from autopar.fingerprint import type_text
 from autopar.passes import PIPELINE, emit
 from autopar.planner.program import Programme
-from autopar.planner.units import FREE, problem
+from autopar.planner.search import restricted
+from autopar.planner.units import problem
 from autopar.planning import Made
 
 
@@ -39,7 +40,7 @@ def dump(made: Made, folder: Path) -> None:
 def programme_text(made: Made) -> str:
     """The integer programme of the plan's mesh in LP format; rows about memory are added to it while it is solved."""
     mesh = made.plan.mesh
-    restriction = FREE if made.strategy is None else made.strategy.restriction(made.graph, made.axes, mesh)
+    restriction = restricted(made.graph, made.axes, mesh, made.strategy, made.pins)
     programme = Programme(problem(made.graph, made.axes, mesh, made.cluster, restriction))
     model = programme.model
     units: dict[int, list[str]] = defaultdict(list)

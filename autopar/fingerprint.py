@@ -19,9 +19,10 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.rules.core import RULES
 
 # compared in this order, so that a refusal names the cause rather than what follows from it
-FIELDS = ("autopar", "torch", "ortools", "cluster", "options", "inputs", "parameters", "graph")
+FIELDS = ("autopar", "torch", "ortools", "cluster", "options", "inputs", "parameters", "rules", "graph")
 
 
 def digest(value: Any) -> str:
@@ -42,6 +43,7 @@ def fingerprint(graph: Graph, cluster: Any, options: Mapping[str, Any] | None = 
         "options": ", ".join(f"{k}={v}" for k, v in sorted((options or {}).items()) if v is not None),
         "inputs": "; ".join(ends(graph, "input")),
         "parameters": digest(list(ends(graph, "parameter"))),
+        "rules": "; ".join(sorted(set(given_rules(graph)))),
         "graph": digest(list(structure(graph.fx))),
     }
 
@@ -68,6 +70,14 @@ def ends(graph: Graph, kind: str) -> Iterator[str]:
         if entry.kind == kind:
             frozen = " frozen" if kind == "parameter" and not entry.trainable else ""
             yield f"{entry.name}: {type_text(nodes[entry.node].meta['val'])}{frozen}"
+
+
+def given_rules(graph: Graph) -> Iterator[str]:
+    """`mine.scale.default: b d, d -> b d` for every op whose rule is a user's."""
+    for node in graph.fx.nodes:
+        known = RULES.get(node.target) if node.op == "call_function" else None
+        if known is not None and known.given:
+            yield f"{node.target}: {known.given}"
 
 
 def type_text(value: torch.Tensor) -> str:

@@ -50,6 +50,8 @@ def build(
     kind, made, inputs = prepared(name, config or {}, tiny)
     torch.manual_seed(int((config or {}).get("seed", 0)))
     model = kind(made)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others do not take float64
     model.train()
     return model, inputs
 

@@ -162,3 +162,25 @@ def together(local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
                 view = view.narrow(index, *layout.span(place, mesh, coordinate))
         view.copy_(row[: view.numel()].view(view.shape))
     return whole.view(layout.shape)
+
+
+@cache
+def same_pieces(old: DimFactors, cut: DimCuts, new: DimFactors, mesh: Mesh) -> DimCuts | None:
+    """Cuts of the factors `new` of one dim that give every device what `cut` of the factors `old` gives it."""
+    used = [axis for axes in cut for axis in axes]
+    if old == new or not used:
+        return cut if old == new else tuple(() for _ in new)
+    numbers = torch.arange(math.prod(old))
+    before = Layout((old,), (cut,))
+    ranks = [mesh.coordinate(rank) for rank in range(mesh.devices)]
+    for order in itertools.permutations(used):
+        for places in itertools.product(range(len(new)), repeat=len(order)):
+            tried = tuple(tuple(a for a, p in zip(order, places, strict=True) if p == f) for f in range(len(new)))
+            after = Layout((new,), (tried,))
+            if all(
+                before.local_shape(mesh, at) == after.local_shape(mesh, at)
+                and torch.equal(piece(numbers, before, mesh, at), piece(numbers, after, mesh, at))
+                for at in ranks
+            ):
+                return tried
+    return None

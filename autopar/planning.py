@@ -14,6 +14,7 @@ from autopar.api import Compiler
 from autopar.axes import Axes
 from autopar.cluster import ClusterSpec
 from autopar.graph import Graph
+from autopar.pins import NONE, Pins
 from autopar.plan import Plan
 from autopar.verify.target import Built, Target
 
@@ -27,6 +28,7 @@ class Made:
     plan: Plan
     cluster: ClusterSpec
     strategy: Any = None
+    pins: Pins = NONE
 
 
 def plan_target(
@@ -34,19 +36,22 @@ def plan_target(
     cluster: ClusterSpec,
     *,
     strategy: Any = None,
+    pins: Pins = NONE,
     memory_bytes: float | None = None,
     time_limit: float = 60.0,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Made:
     """Capture and plan; nothing is allocated, unless building the model asks for values."""
-    compiler = Compiler(cluster, strategy=strategy, memory_bytes=memory_bytes, time_limit=time_limit, seed=seed)
+    compiler = Compiler(
+        cluster, strategy=strategy, pins=pins, memory_bytes=memory_bytes, time_limit=time_limit, seed=seed
+    )
     progress("capturing")
     built = built_from(target)
     graph = compiler.graph(built.model, built.args, built.kwargs)
     progress(f"planning {len(graph.fx.nodes)} operations")
     plan = compiler.made(graph, frozenset(), None)
-    return Made(graph, compiler.axes(graph), plan, cluster, strategy)
+    return Made(graph, compiler.axes(graph), plan, cluster, strategy, pins)
 
 
 def built_from(target: Target) -> Built:

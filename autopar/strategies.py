@@ -25,8 +25,8 @@ from functools import reduce
 
 from torch import fx, ops
 
-from autopar.axes import Axes
-from autopar.choices import Choice, fills, roles
+from autopar.axes import Axes, letter_names
+from autopar.choices import fills, roles
 from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.layout import Layout, Mesh
@@ -89,13 +89,18 @@ class Strategy:
         sizes = [p.size if p.size is not None else left if p is blank[0] else 1 for p in self.parts]
         return Mesh(tuple(p.axis for p in self.parts), tuple(sizes))
 
+    def fits(self, mesh: Mesh) -> bool:
+        """Whether a mesh has one axis for every part, of its size where that is told."""
+        sizes = {part.axis: part.size for part in self.parts}
+        return set(sizes) == set(mesh.names) and all(n in (None, mesh.size(axis)) for axis, n in sizes.items())
+
     def restriction(self, graph: Graph, axes: Axes, mesh: Mesh) -> Restriction:
         """What the planner may choose; refuses by name what the model cannot do."""
         self.check(graph, axes, mesh)
-        rules = [_op_rule(part, axes, mesh) for part in self.parts]
+        rules = {part.axis: _op_rule(part, axes, mesh) for part in self.parts}
         levels = {p.level for p in self.parts} | {0}
         return Restriction(
-            ops=lambda node, choice: all(rule(node, choice) for rule in rules),
+            ops=lambda node, axis, role: rules[axis](node, role),
             parameters=lambda entry, way: self._keeps(entry, way, axes, mesh),
             levels=tuple(sorted(levels)),
             what=str(self),
@@ -201,31 +206,20 @@ def expert(n: int | None = None) -> Strategy:
 
 # --- what a part allows -----------------------------------------------------------------------------------------------
 
-OpRule = Callable[[fx.Node, Choice], bool]
-
-
-def letter_names(axes: Axes, node: fx.Node) -> dict[str, str]:
-    """Letter of an op's rule -> name of the factor."""
-    instance = axes.rule(node)
-    found: dict[str, str] = {}
-    tensors = [*axes.operands(node), *((node.name, i) for i in range(len(instance.outputs)))]
-    for value, dims in zip(tensors, (*instance.inputs, *instance.outputs), strict=True):
-        for letters, names in zip(dims, axes.labels.get(value, ()), strict=False):
-            found |= dict(zip(letters, names, strict=False))
-    return found
+OpRule = Callable[[fx.Node, str], bool]
 
 
 def _op_rule(part: Part, axes: Axes, mesh: Mesh) -> OpRule:
-    """Whether a choice of an op is allowed along one axis."""
-    position, size = mesh.names.index(part.axis), mesh.size(part.axis)
+    """Whether a role of an op is allowed along one axis."""
+    size = mesh.size(part.axis)
     known: dict[str, frozenset[str]] = {}
     allows = {"data": _data, "tensor": _tensor, "megatron": _megatron, "expert": _expert}[part.kind]
 
-    def allowed(node: fx.Node, choice: Choice) -> bool:
+    def allowed(node: fx.Node, role: str) -> bool:
         if node.name not in known:
             free = list(roles(axes.rule(node), size, node))
             known[node.name] = frozenset(allows(part, free, letter_names(axes, node), axes, node))
-        return choice.roles[position] in known[node.name]
+        return role in known[node.name]
 
     return allowed
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.axes import Axes
+from autopar.axes import Axes, letter_names
 from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
 from autopar.cost.comm import step_s
@@ -33,7 +33,6 @@ from autopar.moves import Moved, collectives, moves
 from autopar.plan import ParameterPlan, Plan
 from autopar.program import Program
 from autopar.rules.core import results
-from autopar.strategies import letter_names
 
 GIB, MIB = 2.0**30, 2.0**20
 MOST_OPS = 34  # lines about ops; with everything else a plan stays below 60

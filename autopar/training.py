@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autopar import files, hf
 from autopar.parsing import read_bytes, read_cluster, read_strategy
+from autopar.pins import load as load_pins
 from autopar.verify.steps import leaves, loss_of
 from autopar.verify.target import Target
 
@@ -32,6 +33,7 @@ class Job:
     strategy: str | None = None
     memory: str | None = None
     plan: str | None = None
+    pins: str | None = None
     as_json: bool = False
 
 
@@ -44,6 +46,8 @@ def check(job: Job, ranks: int) -> None:
         read_bytes(job.memory)
     if job.plan:
         files.load(job.plan)
+    if job.pins:
+        load_pins(job.pins)
 
 
 def work(job: Job) -> None:
@@ -60,6 +64,7 @@ def work(job: Job) -> None:
         example_inputs=(built.args, dict(built.kwargs)) if built.kwargs else built.args,
         memory_bytes=job.memory,
         strategy=job.strategy,
+        pins=job.pins,
         plan=job.plan,
         seed=job.seed,
     )

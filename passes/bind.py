@@ -64,8 +64,13 @@ def is_complex(node: fx.Node) -> bool:
     return bool(node.meta["val"].is_complex())
 
 
+def foreign(target: Any) -> bool:
+    """Whether an op is a user's own, whose kernel may want its operands contiguous."""
+    return target.namespace not in ("aten", "autopar")
+
+
 def dense(x: fx.Node) -> fx.Node:
-    """Contiguous, as any kernel takes it: what the model did to make it so for an op without a rule went in capture."""
+    """Contiguous, as any kernel takes it: what the model did to make it so went in capture."""
     return x.graph.call_function(aten.contiguous.default, (x,))
 
 
@@ -145,7 +150,7 @@ class _Binder:
             args = (*args[: entry.shape], shape, *args[entry.shape + 1 :])
         if "device" in kwargs:
             kwargs["device"] = self.device
-        if entry is None and hasattr(target, "_schema") and not is_pointwise(node):
+        if hasattr(target, "_schema") and (foreign(target) or (entry is None and not is_pointwise(node))):
             args, kwargs = fx.node.map_arg((args, kwargs), dense)
         new = fresh.call_function(target, tuple(args), kwargs)
         new.meta = {k: node.meta[k] for k in ("phase", "module", "source", "origin") if k in node.meta}

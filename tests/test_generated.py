@@ -14,9 +14,9 @@ from autopar.layout import Mesh
 from autopar.passes import copy_views, emit
 from autopar.planner.random_plan import random_plan
 from autopar.random import replay
+from autopar.verify.simulate import run
 from tests.harness.generated import Generated, Move, batch, moves
 from tests.harness.reference import errors, values_of
-from tests.harness.simulate import run
 
 MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
 

@@ -16,7 +16,7 @@ from autopar.layout import Layout, Mesh, chunk, conversion
 from autopar.passes.markers import COLLECTIVES
 from autopar.plan import Plan
 from autopar.program import Program
-from tests.harness.simulate import run
+from autopar.verify.simulate import run
 
 MESHES = (Mesh(("data",), (3,)), Mesh(("data", "model"), (2, 3)), Mesh(("a", "b", "c"), (2, 2, 2)))
 FACTORS = ((7,), (3, 4, 5), ())

@@ -4,13 +4,13 @@ In: a graph and its factors.  Out: a key per node; equal keys share.  Next: `uni
 
 A block is what stands under one index of a list of modules ("h.0", "h.1", ...). Nodes at the same place of two blocks
 share when they also have the same op, letters and sizes, hence the same choices. Chains of single layers are not
-blocks: a plan may well want to cut every other one differently.
+blocks: a plan may well want to cut every other one differently. Blocks with other pins are not copies either.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import fx
@@ -39,13 +39,23 @@ def folded_prefixes(graph: Graph, axes: Axes) -> frozenset[tuple[str, ...]]:
     return frozenset(p for p, c in found.items() if len(c) > 1 and min(c.values()) >= CONTRACTIONS)
 
 
-def pattern(path: str, prefixes: frozenset[tuple[str, ...]]) -> str:
-    """A dotted name with the indices of blocks replaced by a star."""
+Mark = Callable[[tuple[str, ...]], str]  # of the path of a block: what sets it apart from blocks with another mark
+
+
+def unmarked(block: tuple[str, ...]) -> str:
+    """No block is set apart."""
+    return ""
+
+
+def pattern(path: str, prefixes: frozenset[tuple[str, ...]], mark: Mark = unmarked) -> str:
+    """A dotted name with the indices of blocks replaced by a star and the block's mark."""
     parts = tuple(path.split("."))
-    return ".".join("*" if part.isdigit() and parts[:i] in prefixes else part for i, part in enumerate(parts))
+    return ".".join(
+        f"*{mark(parts[: i + 1])}" if part.isdigit() and parts[:i] in prefixes else part for i, part in enumerate(parts)
+    )
 
 
-def keys(graph: Graph, axes: Axes) -> dict[str, Hashable]:
+def keys(graph: Graph, axes: Axes, mark: Mark = unmarked) -> dict[str, Hashable]:
     """A key for every op; ops with equal keys have the same letters, sizes and choices."""
     prefixes = folded_prefixes(graph, axes)
     seen: Counter[Any] = Counter()
@@ -54,7 +64,7 @@ def keys(graph: Graph, axes: Axes) -> dict[str, Hashable]:
         if not computes(node):
             continue
         path, phase = node.meta.get("module", ""), node.meta.get("phase", "forward")
-        starred = pattern(path, prefixes)
+        starred = pattern(path, prefixes, mark)
         if starred == path:
             out[node.name] = node.name
             continue

@@ -6,8 +6,9 @@ In: a graph, a cluster, a budget, a strategy.  Out: the best `Plan`, and why eve
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,13 +16,15 @@ from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.cost.memory import Memory
 from autopar.cost.price import price
-from autopar.errors import NoPlan, UnsupportedError
+from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import Mesh
+from autopar.pins import NONE, Pins
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.budget import Budgeted, Found, Smallest
+from autopar.planner.pinned import Pinned
 from autopar.planner.program import Programme
-from autopar.planner.units import FREE, Problem, problem
+from autopar.planner.units import FREE, Problem, Restriction, problem
 from autopar.uncollected import uncollected
 
 NAMES = ("data", "model")
@@ -55,6 +58,7 @@ def plan(
     local: Iterable[str] = (),
     fold: bool = True,
     stored: Mapping[str, ParameterPlan] | None = None,
+    pins: Pins = NONE,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -66,37 +70,92 @@ def plan(
     local         names of input nodes that arrive cut along dim 0
     stored        parameters, by first name, that are kept in one way already because another program of the same module
                   decided so; needs its mesh
+    pins          what is fixed beforehand; stronger than the strategy where they speak
 
-    Raises NoPlan if nothing fits, UnsupportedError if the strategy cannot be followed.
+    Raises NoPlan if nothing fits, UnsupportedError if the strategy or a pin cannot be followed, InputError if a pin
+    names what is not there.
     """
     axes = analyse(graph) if axes is None else axes
     budget = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    candidates = [mesh] if mesh is not None else meshes(cluster.devices)
-    if strategy is not None and mesh is None:
-        candidates = [strategy.mesh(cluster.devices)]
+    candidates = [mesh] if mesh is not None else candidates_for(cluster.devices, strategy, pins)
     started, known = time.monotonic(), Known(budget, optimizer, seed, frozenset(local))
 
     def left() -> float:
         return max(1.0, time_limit - (time.monotonic() - started))
 
-    failed = []
+    failed, refused = [], []
     for candidate in candidates:
         if known.best is not None and left() <= 1.0:
             known.tried.append({"mesh": str(candidate), "untried": "the time limit was reached"})
             continue
-        restriction = FREE if strategy is None else strategy.restriction(graph, axes, candidate)
-        restriction = replace(restriction, stored=MappingProxyType(dict(stored or {})))
-        made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
+        try:
+            restriction = restricted(graph, axes, candidate, strategy, pins, stored)
+            made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
+        except UnsupportedError as error:
+            refused.append(error)
+            known.tried.append({"mesh": str(candidate), "untried": str(error).partition("\n")[0]})
+            continue
         if not solve(made, known, SOLVING * left()):
             failed.append(made)
+    if known.best is None and refused and not failed:
+        raise refused[0]
     if known.best is None:
-        smallest(failed, known, max(left(), (1 - SOLVING) * time_limit))
+        try:
+            smallest(failed, known, max(left(), (1 - SOLVING) * time_limit))
+        except NoPlan as error:
+            fewer = partial(plan, graph, cluster, mesh=mesh, strategy=strategy, memory_bytes=memory_bytes, axes=axes)
+            blamed = conflict(pins, partial(fewer, optimizer=optimizer, seed=seed, local=local, fold=fold), time_limit)
+            raise NoPlan(f"{error}{blamed}", error.needed_bytes, error.budget_bytes) from None
     found = known.best
     assert found is not None
     if strategy is not None and not strategy.shows(found):
         raise UnsupportedError(f"{strategy} finds nothing to cut in this model on {found.mesh}")
     total = {"seconds": time.monotonic() - started, "tried": known.tried}
     return replace(found, certificate=MappingProxyType({**found.certificate, **total}))
+
+
+def candidates_for(devices: int, strategy: Any, pins: Pins) -> list[Mesh]:
+    """The meshes to plan on: the strategy's, or every one; of these, those on which the pins can be followed."""
+    if strategy is None:
+        return pins.meshes(devices, meshes(devices))
+    if pins.mesh and not strategy.fits(pins.pinned_mesh(devices)):
+        raise InputError(f"{pins.where}: mesh: {pins.pinned_mesh(devices)} does not fit the strategy {strategy}")
+    return pins.meshes(devices, [] if pins.mesh else [strategy.mesh(devices)])
+
+
+def conflict(pins: Pins, plan_with: Callable[..., Plan], time_limit: float) -> str:
+    """A line that names the pins because of which nothing fits: without any one of them something does."""
+    stop, kept = time.monotonic() + time_limit, pins
+
+    def fits(some: Pins) -> bool:
+        try:
+            plan_with(pins=some, time_limit=max(1.0, stop - time.monotonic()))
+        except NoPlan:
+            return False
+        return True
+
+    if not pins.all or not fits(Pins(pins.mesh, where=pins.where)):
+        return ""
+    for pin in pins.all:
+        if time.monotonic() < stop and not fits(kept.without(pin)):
+            kept = kept.without(pin)
+    return f"\n  it fits without {' or without '.join(map(str, kept.all))}"
+
+
+def restricted(
+    graph: Graph,
+    axes: Axes,
+    mesh: Mesh,
+    strategy: Any,
+    pins: Pins = NONE,
+    stored: Mapping[str, ParameterPlan] | None = None,
+) -> Restriction:
+    """What a strategy, pins and an earlier program leave to choose from on one mesh."""
+    pinned = Pinned(pins, axes, mesh) if pins else None
+    if pinned is not None:
+        pinned.check(graph)
+    free = FREE if strategy is None else strategy.restriction(graph, axes, mesh)
+    return replace(free, pins=pinned, stored=MappingProxyType(dict(stored or {})))
 
 
 @dataclass

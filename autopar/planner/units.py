@@ -26,8 +26,9 @@ from autopar.errors import UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.layout import Layout, Mesh, conversion
 from autopar.plan import ParameterPlan
-from autopar.planner.fold import folded_prefixes, keys, pattern
+from autopar.planner.fold import folded_prefixes, keys, pattern, unmarked
 from autopar.planner.options import options as parameter_options
+from autopar.planner.pinned import Pinned
 from autopar.rules.core import operands, results
 
 State = tuple[Layout, str]
@@ -101,13 +102,13 @@ class Problem:
         return self.options[unit.shape]
 
 
-OpFilter = Callable[[fx.Node, Choice], bool]
+OpFilter = Callable[[fx.Node, str, str], bool]  # node, mesh axis, role
 ParameterFilter = Callable[[Input, ParameterPlan], bool]
 
 
 @dataclass(frozen=True)
 class Restriction:
-    """What a strategy allows; the planner's own is the one that allows everything.
+    """What a strategy and pins allow; the planner's own is the one that allows everything.
 
     stored   parameters that are kept in one way already, because another program of the module decided so
     """
@@ -117,6 +118,15 @@ class Restriction:
     levels: tuple[int, ...] = (0, 2, 3)
     what: str = ""
     stored: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    pins: Pinned | None = None
+
+    def plays(self, node: fx.Node, choice: Choice, mesh: Mesh) -> bool:
+        """Whether every mesh axis may play its role at an op: as pinned, else as the strategy has it."""
+        for axis, role in zip(mesh.names, choice.roles, strict=True):
+            allowed = None if self.pins is None else self.pins.allows(node, axis, role)
+            if not (allowed if allowed is not None else self.ops is None or self.ops(node, axis, role)):
+                return False
+        return True
 
 
 FREE = Restriction()
@@ -141,7 +151,8 @@ def problem(
 class _Builder:
     def __init__(self, made: Problem, restriction: Restriction, local: frozenset[str], fold: bool) -> None:
         self.made, self.restriction, self.local = made, restriction, local
-        self.keys = keys(made.graph, made.axes) if fold else {}
+        self.mark = unmarked if restriction.pins is None else restriction.pins.pins.on
+        self.keys = keys(made.graph, made.axes, self.mark) if fold else {}
         self.prefixes = folded_prefixes(made.graph, made.axes) if fold else frozenset()
         self.classes: dict[Hashable, int] = {}
         self.edge_classes: dict[tuple[int, int, int, int], int] = {}
@@ -216,7 +227,7 @@ class _Builder:
         found: dict[Any, Option] = {}
         allowed = 0
         for choice in choices(made.axes, node, made.mesh):
-            if self.restriction.ops is not None and not self.restriction.ops(node, choice):
+            if not self.restriction.plays(node, choice, made.mesh):
                 continue
             allowed += 1
             tensors = [*zip(choice.inputs, dtypes, strict=True), *zip(choice.outputs, outs, strict=False)]
@@ -227,8 +238,10 @@ class _Builder:
             if key not in found or seconds < found[key].seconds:
                 found[key] = Option(ins, outputs, seconds, choice.roles)
         if not allowed:
+            pins = self.restriction.pins
+            why = "" if pins is None else pins.no_choice(node, [c.roles for c in choices(made.axes, node, made.mesh)])
             raise UnsupportedError(
-                f"{self.restriction.what or 'the strategy'} leaves no way to run {node.name}"
+                (why or f"{self.restriction.what or 'the strategy'} leaves no way to run {node.name}")
                 + (f"\n  from {node.meta['source']}" if node.meta.get("source") else "")
             )
         return tuple(found.values())
@@ -251,7 +264,7 @@ class _Builder:
             uses = [(made.units[e.target].shape, e.operand) for e in readers.get(unit.index, ())]
             factors = made.axes.factors[node.name, 0]
             has_gradient = entry.trainable and gradients.get(entry.name) is not None
-            fixed, name = self.restriction.stored.get(entry.name), pattern(entry.name, self.prefixes)
+            fixed, name = self.restriction.stored.get(entry.name), pattern(entry.name, self.prefixes, self.mark)
             key = ("parameter", name, factors, unit.itemsizes, has_gradient, tuple(sorted(set(uses))), fixed)
             wanted = [o.inputs[k][0] for c, k in uses for o in made.options[c]]
             unit.shape = self.once(key, partial(self.keeping, factors, wanted, entry, unit, has_gradient))
@@ -262,12 +275,7 @@ class _Builder:
         self, factors: tuple[tuple[int, ...], ...], wanted: list[Layout], entry: Input, unit: Unit, has_gradient: bool
     ) -> tuple[Option, ...]:
         made, out = self.made, []
-        allowed = self.restriction.parameters
-        kept = parameter_options(factors, wanted, made.mesh, levels=self.restriction.levels, trainable=entry.trainable)
-        fixed = self.restriction.stored.get(entry.name)
-        for way in kept if fixed is None else (fixed,):
-            if fixed is None and allowed is not None and not allowed(entry, way):
-                continue
+        for way in self.ways(factors, wanted, entry):
             steps = conversion(way.stored, way.home, made.mesh) or ()
             ins: tuple[State, ...] = ((way.stored, "end" if way.level == 1 else ""),) if has_gradient else ()
             hands = "" if way.level < 3 else "keep" if way.keep else "use"
@@ -276,6 +284,20 @@ class _Builder:
         if not out:
             raise UnsupportedError(f"{self.restriction.what or 'the strategy'} leaves no way to keep {entry.name}")
         return tuple(out)
+
+    def ways(
+        self, factors: tuple[tuple[int, ...], ...], wanted: list[Layout], entry: Input
+    ) -> tuple[ParameterPlan, ...]:
+        """The ways to keep a parameter: as it is kept already, else as pinned, else as the strategy has it."""
+        fixed = self.restriction.stored.get(entry.name)
+        if fixed is not None:
+            return (fixed,)
+        levels, allowed, pins = self.restriction.levels, self.restriction.parameters, self.restriction.pins
+        pinned = None if pins is None else pins.ways(entry, factors, wanted, levels)
+        if pinned is not None:
+            return pinned
+        kept = parameter_options(factors, wanted, self.made.mesh, levels=levels, trainable=entry.trainable)
+        return kept if allowed is None else tuple(way for way in kept if allowed(entry, way))
 
     def sinks(self) -> None:
         made = self.made

@@ -5,14 +5,15 @@ In: the text of a rule and a node.  Out: an `Instance`, the rule with this node'
     rule(aten.mm.default, "m k, k n -> m n", flops="2 m k n", linear="each")
 
 Left of the arrow one entry per tensor argument of the op (of its schema, in order; one that is None at a node drops
-out), right of it one per result. Entries are letters, one per dim; `...` stands for any number of leading dims, aligned
-from the right as in broadcasting; `1` for a dim of size 1 and `(a b)` for a dim that is a product. A dim of size 1 has
-no letter. A letter that is missing on the right was summed over, so cutting it leaves a pending sum.
+out, one that is a list of tensors has one entry for all of them), right of it one per result. Entries are letters, one
+per dim; `...` stands for any number of leading dims, aligned from the right as in broadcasting; `1` for a dim of size 1
+and `(a b)` for a dim that is a product. A dim of size 1 has no letter. A letter that is missing on the right was summed
+over, so cutting it leaves a pending sum.
 
 Keywords
     whole   letters that must not be cut
     linear  how a pending sum passes: "each" operand alone, the others whole (products); "all" operands together (sums);
-            or operand numbers: "0 1" for each alone, "1+2" for two together
+            or numbers of entries: "0 1" for each alone, "1+2" for two together
     kinds   letter -> "max" | "min" where the missing letter was not summed over
     flops   "2 m k n": a number and letters, floating-point operations of the whole op
     shape   position of the argument that holds the result's sizes; made a device's own when the program is bound
@@ -77,12 +78,16 @@ class Instance:
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule of one op: how to make an `Instance`, and what emission needs."""
+    """The rule of one op: how to make an `Instance`, and what emission needs.
+
+    given   the rule with its keywords, where it is a user's and no row of the table
+    """
 
     make: Callable[[fx.Node], Instance]
     text: str
     shape: int | None = None
     bind: Callable[..., Any] | None = None
+    given: str = ""
 
 
 RULES: dict[Any, Rule] = {}
@@ -142,6 +147,12 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return out
 
 
+def returns_list(node: fx.Node) -> bool:
+    """Whether the op's one result is a list of tensors, as many as it pleases."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and len(schema.returns) == 1 and "List[" in str(schema.returns[0].type)
+
+
 def results(node: fx.Node) -> list[torch.Tensor | None]:
     """Fake tensors of what the node computes; an op that was told to leave one out has None there."""
     value = node.meta["val"]
@@ -181,46 +192,58 @@ def instantiate(
 ) -> Instance:
     """The rule `spec` with the sizes of `node`."""
     left, right = spec.split("->")
-    entries, tensors = [], []
+    entries: list[str] = []
+    tensors: list[torch.Tensor] = []
+    places: list[range] = []  # of every entry, its operands
     given = slots(node)
     for entry, slot in zip(left.split(","), given, strict=False):
-        if isinstance(slot, fx.Node):
-            entries.append(entry)
-            tensors.append(slot.meta["val"])
+        here = [x.meta["val"] for x in (slot if isinstance(slot, (list, tuple)) else [slot]) if isinstance(x, fx.Node)]
+        places.append(range(len(tensors), len(tensors) + len(here)))
+        entries += [entry] * len(here)
+        tensors += here
     found: dict[str, int] = dict(sizes or {})
 
     def read(entry: str, tensor: torch.Tensor) -> Dims:
-        dims = []
+        row = []
         for letters, size in zip(parse(entry, tuple(tensor.shape), node.name), tensor.shape, strict=True):
             kept = () if letters == ("1",) or size == 1 else tuple(x for x in letters if found.get(x) != 1)
-            for letter in kept:
-                if len(letters) == 1 and found.setdefault(letter, size) != size:
-                    raise RuleError(f"letter {letter} of `{spec}` is {found[letter]} and {size} at {node.name}")
+            fresh = [x for x in kept if x not in found]
+            if len(fresh) == 1:  # what the others leave of the dim
+                found[fresh[0]] = size // math.prod(found[x] for x in kept if x in found)
+            if len(fresh) > 1:
+                raise RuleError(f"({' '.join(kept)}) of `{spec}` does not tell {' and '.join(fresh)} at {node.name}")
+            if len(kept) == 1 and found[kept[0]] != size:
+                raise RuleError(f"letter {kept[0]} of `{spec}` is {found[kept[0]]} and {size} at {node.name}")
             if kept and math.prod(found[x] for x in kept) != size:
                 raise RuleError(f"({' '.join(kept)}) of `{spec}` does not make {size} at {node.name}")
-            dims.append(kept)
-        return tuple(dims)
+            row.append(kept)
+        return tuple(row)
 
+    made = results(node)
+    count = len(entries)
+    ends = right.split(",") * (len(made) if returns_list(node) else 1)
+    every = [*zip(entries, tensors, strict=True), *zip(ends, made, strict=False)]
+    dims: list[Dims] = [()] * len(every)
     # plain letters first, so that products find the sizes of their parts
-    order = sorted(range(len(entries)), key=lambda i: "(" in entries[i])
-    inputs: list[Dims] = [()] * len(entries)
-    for i in order:
-        inputs[i] = read(entries[i], tensors[i])
-    outputs = tuple(read(e, t) if t is not None else () for e, t in zip(right.split(","), results(node), strict=False))
+    for i in sorted(range(len(every)), key=lambda i: "(" in every[i][0]):
+        entry, tensor = every[i]
+        dims[i] = () if tensor is None else read(entry, tensor)
+    inputs, outputs = tuple(dims[:count]), tuple(dims[count:])
     passing: tuple[frozenset[int], ...] = ()
-    complete = all(isinstance(slot, fx.Node) for slot in given)
     if linear == "all":
+        complete = all(place and isinstance(slot, (fx.Node, list, tuple)) for place, slot in zip(places, given))
         passing = (frozenset(range(len(inputs))),) if complete else ()
     elif linear == "each":
         passing = tuple(frozenset([i]) for i in range(len(inputs)))
     elif linear:
-        passing = tuple(frozenset(int(i) for i in together.split("+")) for together in linear.split())
+        groups = [[places[int(i)] for i in together.split("+")] for together in linear.split()]
+        passing = tuple(frozenset(i for place in group for i in place) for group in groups if all(group))
     work = None
     if flops:
         number, *letters = flops.split()
         work = (float(number), tuple(x for x in letters if found.get(x, 1) != 1))
     return Instance(
-        tuple(inputs),
+        inputs,
         outputs,
         found,
         frozenset(whole.split()),

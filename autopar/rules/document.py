@@ -66,7 +66,7 @@ def page(found: dict[str, list[str]]) -> str:
 
 
 def rows(found: dict[str, list[str]]) -> Iterable[str]:
-    known = {str(op): rule.text for op, rule in RULES.items()}
+    known = {str(op): rule.text for op, rule in RULES.items() if not rule.given}
     for op in sorted({*known, *found}):
         yield f"| `{op}` | `{known.get(op, '..., ... -> ...')}` | {', '.join(found.get(op, [])) or '-'} |\n"
 

@@ -1,11 +1,9 @@
 """The whole table, and what happens to an op that is not in it.
 
-In: the rule files.  Out: `lookup`.  Next: `axes.py`.
+In: the rule files.  Out: `lookup`.  Next: `own.py`, the rules of users.
 """
 
 from __future__ import annotations
-
-import logging
 
 from torch import fx
 
@@ -22,11 +20,9 @@ from autopar.rules import (  # noqa: F401  (they fill the table)
 )
 from autopar.rules.core import RULES, Instance, run_whole
 
-log = logging.getLogger("autopar")
-
 
 def lookup(node: fx.Node) -> tuple[Instance, bool]:
-    """The rule at a node, and whether there is one; an op without a rule runs whole, with one line in the log."""
+    """The rule at a node, and whether there is one; an op without a rule runs whole."""
     if node.target in RULES:
         return RULES[node.target].make(node), True
     if pointwise.is_pointwise(node):

@@ -21,8 +21,8 @@ from autopar.passes import bind, copy_views, emit, expand_local, insert_conversi
 from autopar.passes.buckets import buckets
 from autopar.passes.verify import verify
 from autopar.plan import ParameterPlan, Plan
+from autopar.verify.simulate import run
 from tests.harness.reference import errors, run_whole, values_of
-from tests.harness.simulate import run
 
 MESH = Mesh(("data", "model"), (2, 2))
 
