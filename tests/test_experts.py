@@ -16,8 +16,8 @@ from autopar.experts import expert_rows, grouped_mm, slots_to_experts, to_expert
 from autopar.layout import Mesh
 from autopar.passes import copy_views, emit
 from autopar.planner.random_plan import random_plan
+from autopar.verify.simulate import run
 from tests.harness.reference import errors, values_of
-from tests.harness.simulate import run
 
 T, K, E, D, W = 7, 2, 5, 6, 4  # tokens, experts a token, experts, width of tokens, of experts
 MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
