@@ -5,6 +5,7 @@ In: torch.  Out: functions with a meaning of their own, so that a change in torc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -146,11 +147,11 @@ def decompositions(names: Iterable[str]) -> dict[Any, Any]:
 
 
 @contextmanager
-def without_checkpointing() -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint.checkpoint(f, ...)` just calls f, however it was imported."""
+def checkpoints_marked() -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint(f, ...)` calls f and marks its nodes with the number of the call."""
     here: Any = torch.utils.checkpoint
     saved = here.CheckpointFunction, here._checkpoint_without_reentrant_generator
-    here.CheckpointFunction, here._checkpoint_without_reentrant_generator = _Direct, _yield_once
+    here.CheckpointFunction, here._checkpoint_without_reentrant_generator = _Direct, _marked
     try:
         yield
     finally:
@@ -162,11 +163,16 @@ class _Direct:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
+        with torch.fx.traceback.annotate({"region": next(REGIONS)}):
+            return function(*args)
 
 
-def _yield_once(*_: Any, **__: Any) -> Iterator[None]:
-    yield
+REGIONS = itertools.count()
+
+
+def _marked(*_: Any, **__: Any) -> Iterator[None]:
+    with torch.fx.traceback.annotate({"region": next(REGIONS)}):
+        yield
 
 
 def random_op(target: Any) -> bool:

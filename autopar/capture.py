@@ -29,6 +29,7 @@ from autopar.loss import call_loss
 from autopar.normalise import normalise
 from autopar.opaque_module import opaque
 from autopar.precision import Precision, cast, with_reductions
+from autopar.recompute import recompute
 from autopar.refusals import check_changes, check_constants, check_parameters
 from autopar.swap import Named, named_tensors, swapped
 from autopar.tracing import Tracing, user_line
@@ -152,7 +153,7 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(adapters.packed_sequences(model, args, kwargs or {}))
         stack.enter_context(adapters.expert_layers())
-        stack.enter_context(_torch.without_checkpointing())
+        stack.enter_context(_torch.checkpoints_marked())
         stack.enter_context(torch.enable_grad())
         wide = widened if double else (lambda dtype: dtype)
         dtypes = [low.computed(p.tensor.dtype) for p in parameters] + [t.dtype for t in sources[len(parameters) :]]
@@ -162,7 +163,7 @@ def capture(
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
     check_changes(joint, inputs)
-    graph = normalise(label(joint, inputs, step.seen, in_tree, leaves), mode)
+    graph = recompute(normalise(label(joint, inputs, step.seen, in_tree, leaves), mode))
     stored = [(p.names[0], p.tensor.dtype) for p in parameters]
     return graph if precision is None else with_reductions(graph, precision, stored)
 

@@ -44,6 +44,7 @@ def label(
                 "val": node.meta.get("val"),
                 "module": custom.get("module", ""),
                 "source": custom.get("source", ""),
+                **({"region": custom["region"]} if "region" in custom else {}),
                 "traced": "backward" if node.meta.get("partitioner_tag") == "is_backward" else "forward",
             }
         env[node] = new if node.op != "output" else node
@@ -70,10 +71,10 @@ def label(
     )
 
 
-def inherited(node: fx.Node) -> dict[str, str]:
+def inherited(node: fx.Node) -> dict[str, Any]:
     """Labels of a sum of gradients, which autograd adds without any: those of its last operand."""
     last = node.all_input_nodes[-1:]
-    return {key: node.meta[key] for node in last for key in ("module", "source")}
+    return {key: node.meta[key] for node in last for key in ("module", "source", "region") if key in node.meta}
 
 
 def readable(item: Input) -> str:
