@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-import steptimes
+import paired
 import torch
 from torch import nn
 
@@ -33,7 +33,7 @@ def build(dropout: float = 0.0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def single() -> list[float]:
     """Losses of the plain module on one device; dropout draws from the generator that plans share."""
     model, args = build(0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=steptimes.LR)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=paired.LR)
     losses = []
     for step in range(STEPS):
         with replay(SEED, step):
@@ -57,7 +57,7 @@ def losses_on_ranks(plan: str) -> list[float]:
     """Losses of the delivered module; what each rank does."""
     model, args = build(0.1)
     module = deliver(model, args, plan)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=steptimes.LR)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=paired.LR)
     losses = []
     for _ in range(STEPS):
         loss = module(*args)
@@ -71,8 +71,8 @@ def losses_on_ranks(plan: str) -> list[float]:
 def times_on_ranks(plan: str, count: int) -> dict[str, list[float]]:
     """Step times of all contenders; what each rank does."""
     device = torch.device("cpu")
-    steps = steptimes.contenders(build, device, lambda model, args: deliver(model, args, plan))
-    return steptimes.rounds(steps, count, device)
+    steps = paired.contenders(build, device, lambda model, args: deliver(model, args, plan))
+    return paired.rounds(steps, count, device)
 
 
 def planned(dropout: float) -> tuple[Any, float]:
@@ -105,7 +105,7 @@ def main() -> int:
     print(f"losses on {WORLD} ranks  ", "  ".join(f"{x:.7f}" for x in ours[0]))
     print(f"model to plan      {seconds:.1f} s")
     print(f"step times on {WORLD} ranks, dropout off, AdamW, {timing.mesh}")
-    print("\n".join(steptimes.report(times)))
+    print("\n".join(paired.report(times)))
     print(f"largest relative difference of a loss {worst:.1e} (bound {LOSS_BOUND:g})")
     print(f"took {took:.0f} s (bound {LIMIT_S:.0f})   step {1e3 * statistics.median(times['autopar']):.1f} ms")
     print("demo: ok" if good else "demo: A BOUND WAS MISSED")

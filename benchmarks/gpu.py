@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import steptimes
+import paired
 import torch
 from torch import nn
 
@@ -78,8 +78,8 @@ def on_device(host: Host) -> torch.device:
 def times_on_ranks(host: Host, plan: str, count: int) -> dict[str, list[float]]:
     """Step times of all contenders; what each rank does."""
     device = on_device(host)
-    steps = steptimes.contenders(host.build, device, lambda model, args: deliver(host, model, args, plan))
-    return steptimes.rounds(steps, count, device)
+    steps = paired.contenders(host.build, device, lambda model, args: deliver(host, model, args, plan))
+    return paired.rounds(steps, count, device)
 
 
 def peak_on_ranks(host: Host, plan: str) -> int:
@@ -87,7 +87,7 @@ def peak_on_ranks(host: Host, plan: str) -> int:
     device = on_device(host)
     model, args = host.build()
     module = deliver(host, model, args, plan)
-    step = steptimes.stepper(module, args)
+    step = paired.stepper(module, args)
     step()
     if host.device == "cpu":
         return 0
@@ -110,7 +110,7 @@ def names(world: int) -> list[str]:
 
 def times(host: Host, plan: Plan, pool: Pool, count: int) -> list[str]:
     """Step times beside DDP and FSDP2."""
-    return steptimes.report(pool.run(times_on_ranks, host, files.dumps(plan), count)[0])
+    return paired.report(pool.run(times_on_ranks, host, files.dumps(plan), count)[0])
 
 
 def memory(host: Host, plan: Plan, pool: Pool) -> list[str]:

@@ -23,7 +23,7 @@ def test_the_report_for_gpus_runs_on_gloo_with_the_device_replaced() -> None:
 
 
 def test_ratios_are_paired_and_have_an_interval_around_the_median() -> None:
-    from steptimes import ratio
+    from paired import ratio
 
     theirs = [1.0 + 0.5 * (i % 7) for i in range(41)]
     found = ratio([2 * t for t in theirs], theirs)

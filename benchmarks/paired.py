@@ -1,6 +1,6 @@
 """Step times of autopar, DDP and FSDP2 side by side, in one process group.
 
-In: a model function and a plan.  Out: seconds of every round.  Used by `demo.py` and `gpu.py`.
+In: a model function and a plan.  Out: seconds of every round.  Used by `demo.py`, `gpu.py` and `step_time.py`.
 
 Every round runs one training step of each contender, in turn, between barriers; ratios are taken within a round, so
 that what slows the machine for a moment slows all of them. DDP runs twice: the ratio of its two copies (A/A) shows the
@@ -9,6 +9,7 @@ noise.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 LR = 1e-3
+RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios with a 95 % interval (order statistics)."""
+    """The median of paired ratios with its 95 % bootstrap interval."""
 
     median: float
     low: float
@@ -36,11 +38,10 @@ class Ratio:
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Paired ratios of two lists of seconds."""
-    pairs = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    n = len(pairs)
-    half = 0.98 * n**0.5  # binomial interval of the median
-    low, high = max(0, int(n / 2 - half)), min(n - 1, int(n / 2 + half))
-    return Ratio(statistics.median(pairs), pairs[low], pairs[high])
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    return Ratio(statistics.median(pairs), medians[RESAMPLES // 40], medians[-RESAMPLES // 40])
 
 
 def share(batch: Any, rank: int, world: int) -> Any:
