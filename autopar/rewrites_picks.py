@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from autopar.build import Builder, aten, dtype_of, shape_of
@@ -70,6 +71,8 @@ EXTREMES: dict[Any, Any] = {aten.max.default: aten.amax.default, aten.min.defaul
 
 @rewrite(*EXTREMES)
 def extreme(build: Builder, node: fx.Node, x: Any) -> Any:
+    if dtype_of(x) == torch.bool:
+        return None
     return build.call(EXTREMES[node.target], x, list(range(len(shape_of(x)))), False)
 
 

@@ -163,7 +163,7 @@ def picks(m: Any, x: Tensor, i: Tensor) -> dict[str, Tensor]:
         "one_hot": F.one_hot(columns, y.shape[1]).to(y.dtype) @ y.T,
         "where": torch.where(y > y.mean(), y, zeros),
     }
-    return {"loss": sum(p.square().sum() for p in parts.values()), **parts}  # type: ignore[dict-item]
+    return {"loss": sum(p.square().sum() for p in parts.values()), **parts}
 
 
 def picking() -> Made:
@@ -189,7 +189,7 @@ def moves(m: Any, x: Tensor) -> dict[str, Tensor]:
         "padded": F.pad(y, (2, 1), "reflect") + F.pad(y, (2, 1), "replicate") + F.pad(y, (2, 1), "circular"),
         "written": written,
     }
-    return {"loss": sum(p.square().mean() for p in parts.values()), **parts}  # type: ignore[dict-item]
+    return {"loss": sum(p.square().mean() for p in parts.values()), **parts}
 
 
 def moving() -> Made:
