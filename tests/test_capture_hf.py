@@ -54,7 +54,6 @@ SMALL_PICTURES = {"image_size": 12, "patch_size": 4}
         ("LlamaForSequenceClassification", {}),
         ("WhisperForConditionalGeneration", {}),
         ("SwitchTransformersForConditionalGeneration", {"num_experts": 2}),
-        ("ResNetForImageClassification", {}),
         ("SwinForImageClassification", {}),
         ("Gemma3ForConditionalGeneration", {}),
         ("MambaForCausalLM", {}),
@@ -78,6 +77,11 @@ def test_tiny_is_a_setting_and_gives_small_sizes_to_configs_inside_one() -> None
     _, config, inputs = prepared("CLIPForImageClassification", {"tiny": True, "batch": 3})
     assert config.vision_config.hidden_size == 48 and config.text_config.vocab_size == 53
     assert inputs["pixel_values"].shape == (3, 3, 32, 32)
+
+
+def test_a_picture_model_whose_config_tells_no_size_gets_a_small_one() -> None:
+    _, config, inputs = prepared("ResNetForImageClassification", {"tiny": True})
+    assert not hasattr(config, "image_size") and inputs["pixel_values"].shape == (7, 3, 32, 32)
 
 
 def test_tokens_that_a_small_vocabulary_does_not_have_become_its_last_word() -> None:
