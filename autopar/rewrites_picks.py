@@ -56,6 +56,11 @@ def fill(build: Builder, node: fx.Node, x: Any, value: Any) -> Any:
     return build.expand(build.view(build.cast(value, dtype_of(x)), [1] * len(shape_of(x))), out_shape(node))
 
 
+@rewrite(aten.masked_fill.Tensor)
+def masked_fill(build: Builder, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
+    return build.call(aten.where.self, mask, build.cast(value, dtype_of(x)), x)
+
+
 @rewrite(aten.slice_scatter.default)
 def slice_scatter(
     build: Builder, node: fx.Node, x: Any, source: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1

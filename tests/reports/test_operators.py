@@ -174,7 +174,7 @@ def moves(m: Any, x: Tensor) -> dict[str, Tensor]:
     """Rolls, flips, triangles, windows, repeats, sums of products."""
     y = m.up(x)
     square = torch.einsum("bsi,bti->bst", y, y)
-    lower = square.tril().masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(2), -1.0)
+    lower = square.tril().masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(2), y.min())
     written = y.clone()
     written[:, 1:3] = x[:, :2].repeat(1, 1, 2)
     written[:, 0] = 0.5
