@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo too-big startup test parity lint format gpu rules golden clean
+.PHONY: help setup demo too-big startup test parity lint format gpu sweep rules golden clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ format: $(STAMP)  ## let ruff lay the code out
 
 gpu: $(STAMP)  ## on a host with GPUs: parity, step times and memory, as one report to paste (< 10 min)
 	$(BIN)/python benchmarks/gpu.py
+
+sweep: $(STAMP)  ## every architecture of four auto-mappings of transformers, on 2 ranks; writes docs/architectures.md (hours)
+	$(BIN)/python benchmarks/hf_sweep.py --jobs 2
 
 rules: $(STAMP)  ## write docs/rules.md anew: op, rule, where it occurs
 	$(BIN)/python -m autopar.rules.document > docs/rules.md

@@ -3,7 +3,8 @@
 In: `LlamaForCausalLM` and `{"num_hidden_layers": 2, ...}`.  Out: (model, example keyword arguments with labels).
 Next: `cli.py`, which spells it `hf:LlamaForCausalLM --set num_hidden_layers=2`.
 
-`batch`, `sequence` and `seed` are taken as sizes of the batch, everything else as keys of the config.
+`batch`, `sequence` and `seed` are taken as sizes of the batch, `tiny` as the wish for small sizes of everything that
+is not given, everything else as keys of the config.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def settings(pairs: list[str]) -> dict[str, Any]:
 def build(
     name: str, config: Mapping[str, Any] | None = None, *, tiny: bool = False
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The model and its keyword arguments: `input_ids` or `pixel_values`, and `labels`.
+    """The model and its keyword arguments: words, pictures or sounds, and `labels`.
 
     tiny    start from small sizes instead of the published ones
     Raises `InputError` as `prepared` does.

@@ -34,7 +34,7 @@ SIZES: dict[int, str] = {
     8: """
         head_dim qk_nope_head_dim v_head_dim d_kv dim_head kv_channels attention_head_size linear_key_head_dim
         linear_head_dim linear_value_head_dim patch_size num_mel_bins swa_head_dim d_head index_head_dim
-        sliding_window local_attention attention_window_size sliding_window_size mamba_head_dim mamba_d_head
+        local_attention attention_window_size sliding_window_size mamba_head_dim mamba_d_head
         attention_chunk_size d_rel num_conv_pos_embeddings query_pre_attn_scalar
     """,
     12: """
@@ -48,7 +48,7 @@ SIZES: dict[int, str] = {
     32: """
         max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions image_size
         max_encoder_position_embeddings max_decoder_position_embeddings original_max_position_embeddings
-        max_2d_position_embeddings model_max_length t2u_max_position_embeddings rel_extent
+        max_2d_position_embeddings model_max_length t2u_max_position_embeddings rel_extent sliding_window
     """,
     48: """
         hidden_size d_model n_embd dim emb_dim embed_dim embedding_dim d_embed attention_hidden_size d_latents

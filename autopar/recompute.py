@@ -1,7 +1,7 @@
 """What the user checkpoints is computed again in backward rather than kept.
 
-In: a graph in which nodes of a call under `torch.utils.checkpoint` carry `meta["region"]`, a number.  Out: the same with
-copies of those that backward reads.  Next: `capture.py`.
+In: a graph in which nodes of a call under `torch.utils.checkpoint` carry `meta["region"]`, a number.
+Out: the same with copies of those that backward reads.  Next: `capture.py`.
 
 Outside a region everything is as it was: what enters and leaves it is kept, and the planner decides how the copies run
 as it does for any op. Random ops draw by their number and the step, so a copy draws the same again.

@@ -51,7 +51,7 @@ def dims_of(x: Any, dims: Any) -> list[int]:
     n = len(shape_of(x))
     if isinstance(dims, int):
         dims = [dims]
-    return sorted(d % n for d in dims) if dims else list(range(n))
+    return sorted(d % n for d in dims) if dims and n else list(range(n))
 
 
 def total(build: Builder, dtype: torch.dtype, x: Any, dims: Any, keepdim: bool) -> Any:

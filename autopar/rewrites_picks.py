@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from autopar.build import Builder, aten, dtype_of, shape_of
@@ -55,6 +56,11 @@ def fill(build: Builder, node: fx.Node, x: Any, value: Any) -> Any:
     return build.expand(build.view(build.cast(value, dtype_of(x)), [1] * len(shape_of(x))), out_shape(node))
 
 
+@rewrite(aten.masked_fill.Tensor)
+def masked_fill(build: Builder, node: fx.Node, x: Any, mask: Any, value: Any) -> Any:
+    return build.call(aten.where.self, mask, build.cast(value, dtype_of(x)), x)
+
+
 @rewrite(aten.slice_scatter.default)
 def slice_scatter(
     build: Builder, node: fx.Node, x: Any, source: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
@@ -70,6 +76,8 @@ EXTREMES: dict[Any, Any] = {aten.max.default: aten.amax.default, aten.min.defaul
 
 @rewrite(*EXTREMES)
 def extreme(build: Builder, node: fx.Node, x: Any) -> Any:
+    if dtype_of(x) == torch.bool:
+        return None
     return build.call(EXTREMES[node.target], x, list(range(len(shape_of(x)))), False)
 
 

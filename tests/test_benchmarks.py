@@ -31,3 +31,38 @@ def test_ratios_are_paired_and_have_an_interval_around_the_median() -> None:
     spread = ratio([1.0 + i / 40 for i in range(41)], [1.0] * 41)
     assert spread.median == pytest.approx(1.5)
     assert 1.0 < spread.low < 1.5 < spread.high < 2.0
+
+
+@pytest.mark.ranks
+def test_the_sweep_tries_one_architecture_and_tells_what_became_of_it() -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "hf_sweep.py"),
+        "--only",
+        "GPT2LMHeadModel",
+        "--only",
+        "FSMTForCausalLM",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("equal    GPT2LMHeadModel")
+    assert lines[1].startswith("absent   FSMTForCausalLM") and "has no model class FSMTForCausalLM" in lines[1]
+    assert "equal 1, refused 0, wrong 0, failed 0, not here 1, of 2 architectures" in lines
+
+
+def test_the_page_of_a_sweep_has_a_row_for_what_ran_and_a_reason_for_the_rest() -> None:
+    from hf_sweep import page
+    from hf_sweep_one import Found, everywhere
+
+    text = page(
+        [
+            Found("A", 12, {"aten.sort.default": 2}, everywhere("equal"), "", 3.2),
+            Found("B", 9, {}, {**everywhere("equal"), "tensor": "refused"}, "tensor: nothing | to cut", 4.0),
+            Found("C", outcomes=everywhere("absent"), reason="ImportError: timm"),
+        ]
+    )
+    assert "equal 1, refused 1, wrong 0, failed 0, not here 1, of 3 architectures" in text
+    assert "| A | 12 | `aten.sort.default` x 2 | equal | equal | equal | equal | 3 |" in text
+    assert "| B | 9 | - | equal | equal | refused | equal | 4 |" in text
+    assert "| B | tensor: nothing / to cut |" in text and "| C | ImportError: timm |" in text

@@ -8,7 +8,7 @@ import torch
 from autopar import CaptureError, InputError, tree
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
-from autopar.hf import build, settings
+from autopar.hf import build, prepared, settings
 from autopar.planning import plan_target
 from autopar.verify.target import Target
 from tests.graphs import run_eager, run_graph, worst
@@ -52,6 +52,11 @@ SMALL_PICTURES = {"image_size": 12, "patch_size": 4}
         ("MBartForConditionalGeneration", {}),
         ("BertForMaskedLM", {}),
         ("LlamaForSequenceClassification", {}),
+        ("WhisperForConditionalGeneration", {}),
+        ("SwitchTransformersForConditionalGeneration", {"num_experts": 2}),
+        ("SwinForImageClassification", {}),
+        ("Gemma3ForConditionalGeneration", {}),
+        ("MambaForCausalLM", {}),
     ],
 )
 def test_a_batch_is_made_of_what_the_class_takes(name: str, config: dict[str, int]) -> None:
@@ -61,11 +66,27 @@ def test_a_batch_is_made_of_what_the_class_takes(name: str, config: dict[str, in
 
 
 @pytest.mark.parametrize(
-    "name", ["CLIPModel", "ViTModel", "LlamaModel", "WhisperForConditionalGeneration", "LlavaForConditionalGeneration"]
+    "name", ["CLIPModel", "ViTModel", "LlamaModel", "PerceiverForMaskedLM", "LlavaForConditionalGeneration"]
 )
 def test_a_class_that_takes_other_inputs_is_refused_before_it_is_built(name: str) -> None:
     with pytest.raises(InputError, match=rf"^{name} needs other inputs (.|\n)*try: a function of yours"):
         build(name)
+
+
+def test_tiny_is_a_setting_and_gives_small_sizes_to_configs_inside_one() -> None:
+    _, config, inputs = prepared("CLIPForImageClassification", {"tiny": True, "batch": 3})
+    assert config.vision_config.hidden_size == 48 and config.text_config.vocab_size == 53
+    assert inputs["pixel_values"].shape == (3, 3, 32, 32)
+
+
+def test_a_picture_model_whose_config_tells_no_size_gets_a_small_one() -> None:
+    _, config, inputs = prepared("ResNetForImageClassification", {"tiny": True})
+    assert not hasattr(config, "image_size") and inputs["pixel_values"].shape == (7, 3, 32, 32)
+
+
+def test_tokens_that_a_small_vocabulary_does_not_have_become_its_last_word() -> None:
+    _, config, _ = prepared("GPT2LMHeadModel", {"tiny": True})
+    assert config.eos_token_id == config.bos_token_id == 52
 
 
 def test_a_model_whose_constructor_reads_values_is_planned() -> None:

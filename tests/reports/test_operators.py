@@ -18,8 +18,8 @@ from autopar.layout import Mesh
 from autopar.passes import copy_views, emit
 from autopar.planner.random_plan import random_plan
 from autopar.verify.pool import Pool
+from autopar.verify.simulate import run
 from tests.harness.reference import errors, values_of
-from tests.harness.simulate import run
 from tests.reports.harness import TINY, Made, deliver, parity, whole
 
 MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
@@ -163,7 +163,7 @@ def picks(m: Any, x: Tensor, i: Tensor) -> dict[str, Tensor]:
         "one_hot": F.one_hot(columns, y.shape[1]).to(y.dtype) @ y.T,
         "where": torch.where(y > y.mean(), y, zeros),
     }
-    return {"loss": sum(p.square().sum() for p in parts.values()), **parts}  # type: ignore[dict-item]
+    return {"loss": sum(p.square().sum() for p in parts.values()), **parts}
 
 
 def picking() -> Made:
@@ -174,7 +174,7 @@ def moves(m: Any, x: Tensor) -> dict[str, Tensor]:
     """Rolls, flips, triangles, windows, repeats, sums of products."""
     y = m.up(x)
     square = torch.einsum("bsi,bti->bst", y, y)
-    lower = square.tril().masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(2), -1.0)
+    lower = square.tril().masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(2), y.min())
     written = y.clone()
     written[:, 1:3] = x[:, :2].repeat(1, 1, 2)
     written[:, 0] = 0.5
@@ -189,7 +189,7 @@ def moves(m: Any, x: Tensor) -> dict[str, Tensor]:
         "padded": F.pad(y, (2, 1), "reflect") + F.pad(y, (2, 1), "replicate") + F.pad(y, (2, 1), "circular"),
         "written": written,
     }
-    return {"loss": sum(p.square().mean() for p in parts.values()), **parts}  # type: ignore[dict-item]
+    return {"loss": sum(p.square().mean() for p in parts.values()), **parts}
 
 
 def moving() -> Made:

@@ -211,6 +211,13 @@ SNIPPETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "unfold": (unfolded, (rand(4, 7, 6),)),
     "slice_scatter": (lambda x, y: aten.slice_scatter(x, y, 1, 1, 6, 2), (rand(4, 6, 5), rand(4, 3, 5))),
     "select_scatter": (lambda x, y: aten.select_scatter(x, y, 1, 2), (rand(4, 6, 5), rand(4, 5))),
+    "solve_triangular": (
+        lambda a, b, c: (
+            aten.linalg_solve_triangular(a, b, upper=False),
+            aten.linalg_solve_triangular(a, c, upper=True, left=False, unitriangular=True),
+        ),
+        (rand(4, 5, 5), rand(4, 5, 6), rand(6, 5)),
+    ),
     "bucketize": (lambda x, n: aten.bucketize(x, n), (rand(4, 6), torch.arange(5) / 5.0)),
     "isin": (lambda x, n: aten.isin(x, n), (index(9, 4, 6), index(9, 4))),
     "any": (lambda x: aten.any(x), (mask(4, 6),)),

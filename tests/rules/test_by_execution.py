@@ -18,7 +18,9 @@ from autopar.capture import capture
 from autopar.graph import Graph
 from autopar.layout import Mesh
 from autopar.models import awkward, encoder, gpt, llama, mlp, resnet, t5, unet, vit
-from autopar.rules.core import RULES
+from autopar.rules.core import RULES, operands
+from autopar.rules.document import called
+from autopar.rules.experts import INDEX_AT
 from autopar.rules.table import lookup
 from autopar.verify.cuts import cuts, single
 from tests.rules.snippets import SNIPPETS
@@ -44,6 +46,7 @@ MESHES = (Mesh(("a",), (2,)), Mesh(("a",), (3,)), Mesh(("a", "b"), (2, 2)))
 def values_of(node: fx.Node, graph: Graph) -> dict[str, Tensor]:
     """Real operands: small integers that index something, booleans, or positive numbers."""
     generator = torch.Generator().manual_seed(len(node.name))
+    top = min([3, *(n for operand in operands(node) for n in operand.meta["val"].shape if n > 1)])
     found = {}
     for entry in graph.inputs:
         val = graph.node(entry.node).meta["val"]
@@ -54,7 +57,7 @@ def values_of(node: fx.Node, graph: Graph) -> dict[str, Tensor]:
         elif val.dtype.is_complex:
             found[entry.node] = torch.rand(val.shape, generator=generator, dtype=val.dtype) + 0.3
         elif not val.dtype.is_floating_point:
-            found[entry.node] = torch.randint(0, 3, val.shape, generator=generator, dtype=val.dtype)
+            found[entry.node] = torch.randint(0, top, val.shape, generator=generator, dtype=val.dtype)
         else:
             found[entry.node] = torch.rand(val.shape, generator=generator, dtype=torch.float64).to(val.dtype) + 0.3
     return found
@@ -82,8 +85,7 @@ def samples() -> Iterator[tuple[str, fx.Node]]:
         for node in traced(function, inputs):
             seen.setdefault(key(node), node)
     for build in MODELS:
-        model, args = build()
-        graph = capture(model, args, double=True)
+        graph = capture(*called(build()), double=True)
         for node in graph.fx.nodes:
             if computes(node):
                 seen.setdefault(key(node), node)
@@ -112,5 +114,5 @@ def test_every_cut_of_every_rule_equals_the_whole_op(case: str) -> None:
 
 
 def test_every_row_of_the_table_is_run() -> None:
-    covered = {case.rsplit("-", 1)[0] for case in CASES}
+    covered = {case.rsplit("-", 1)[0] for case in CASES} | {str(op) for op in INDEX_AT}  # rows: tests/test_experts.py
     assert {str(op) for op, rule in RULES.items() if not rule.given} <= covered
