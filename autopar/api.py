@@ -6,6 +6,7 @@ In: a model and a cluster.  Out: a `ParallelModule`, or a `Plan` alone.  Next: `
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from autopar import asked, files, fingerprint
 from autopar.axes import Axes, analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
+from autopar.cost.memory import memory
+from autopar.cost.price import bill
 from autopar.errors import InputError, PlanError
 from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
@@ -171,14 +174,17 @@ class Compiler:
         for line in self.axes(graph).without_rule(graph):
             log.warning(line)
         if self.given is not None and stored is None:
+            where = "plan" if isinstance(self.given, Plan) else os.fspath(self.given)
             given = self.given if isinstance(self.given, Plan) else files.load(self.given)
             fields = ("parameters",) if self.reuse else tuple(f for f in fingerprint.FIELDS if f != "options")
             fingerprint.check(given, expected, fields)
-            if self.reuse is None:
-                check_legal(given, graph, self.axes(graph), local)
-                return given
             if given.mesh.devices != self.cluster.devices:
-                raise PlanError(f"the plan is for {given.mesh}, the cluster has {self.cluster.devices} devices")
+                raise PlanError(
+                    f"{where}: mesh: {given.mesh} is not of the {self.cluster.devices} devices of the cluster"
+                )
+            if self.reuse is None:
+                check_legal(given, graph, self.axes(graph), local, where)
+                return self.billed(graph, given)
             check_covers(given, graph)
             stored = given
         from autopar.planner import plan as search
@@ -204,6 +210,19 @@ class Compiler:
             return listed(self.emit(graph, found), graph, self.axes(graph), self.cluster)
 
         return files.cached(expected, solve) if stored is None and not local else solve()
+
+    def billed(self, graph: Graph, given: Plan) -> Plan:
+        """A given plan with what it costs here: its own figures, or new ones and no certificate if it was edited."""
+        program = self.emit(graph, given)
+        budget = self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        held = memory(program, self.optimizer)
+        costs = bill(program, held, graph, self.axes(graph), self.cluster, budget)
+        if held.peak > budget:
+            log.warning("the plan needs %d bytes of a device, above the budget of %d", held.peak, budget)
+        if all(math.isclose(costs[key], given.costs.get(key, -1.0)) for key in ("step_s", "peak_bytes")):
+            return given
+        plain = replace(given, costs=MappingProxyType(costs), certificate=MappingProxyType({}))
+        return listed(replace(program, plan=plain), graph, self.axes(graph), self.cluster)
 
     def fingerprint(self, graph: Graph) -> dict[str, str]:
         """What a plan for this graph depends on."""

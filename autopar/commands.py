@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +96,20 @@ def plan_command(
     typer.echo(f"model to plan in {seconds:.1f} s", err=True)
     if dump is not None:
         typer.echo(f"dump in {dump}: " + ", ".join(sorted(p.name for p in dump.iterdir())), err=True)
+
+
+@app.command("plan-diff")
+def plan_diff_command(
+    first: Annotated[Path, typer.Argument(help="a plan file of `autopar plan --out`")],
+    second: Annotated[Path, typer.Argument(help="another")],
+    as_json: Json = False,
+) -> None:
+    """What the plan in SECOND does differently from that in FIRST: mesh, costs, memory, ops, parameters."""
+    from autopar.difference import difference, rows
+
+    a, b = files.load(first), files.load(second)
+    text = json.dumps([asdict(row) for row in rows(a, b)], indent=2) if as_json else difference(a, b)
+    typer.echo(text or "the plans are the same")
 
 
 @app.command("verify")

@@ -87,7 +87,7 @@ class PlanFile(Strict):
     """What stands in a plan file."""
 
     autopar_plan: Literal[1]
-    mesh: dict[str, Annotated[int, Field(ge=1)]]
+    mesh: dict[Annotated[str, Field(pattern=r"^\w+$")], Annotated[int, Field(ge=1)]]
     ops: dict[str, list[str]]
     parameters: dict[str, ParameterFile]
     inputs: dict[str, LayoutField] = {}
@@ -95,6 +95,7 @@ class PlanFile(Strict):
     certificate: dict[str, Any] = {}
     fingerprint: dict[str, str] = {}
     bucket_bytes: Annotated[int, Field(ge=0)] = 0
+    notes: dict[str, str] = {}
 
     def plan(self) -> Plan:
         """The plan, after checks that concern more than one field."""
@@ -102,10 +103,15 @@ class PlanFile(Strict):
         for node, roles in self.ops.items():
             if len(roles) != len(mesh.names):
                 raise ValueError(f"ops.{node}: {len(roles)} roles for the {len(mesh.names)} axes of {mesh}")
+        layouts = {f"inputs.{name}": layout for name, layout in self.inputs.items()}
         for name, parameter in self.parameters.items():
-            for field, layout in (("home", parameter.home), ("stored", parameter.stored)):
-                if foreign := layout.axes - set(mesh.names):
-                    raise ValueError(f"parameters.{name}.{field}: {mesh} has no axis {', '.join(sorted(foreign))}")
+            layouts |= {f"parameters.{name}.home": parameter.home, f"parameters.{name}.stored": parameter.stored}
+        for path, layout in layouts.items():
+            if foreign := layout.axes - set(mesh.names):
+                raise ValueError(f"{path}: {mesh} has no axis {', '.join(sorted(foreign))}")
+            used = [axis for _, _, cut in layout.places() for axis in cut] + [axis for axis, _ in layout.pending]
+            if len(set(used)) < len(used):
+                raise ValueError(f"{path}: {layout} uses the mesh axis {max(used, key=used.count)} twice")
         return Plan(
             mesh,
             {node: tuple(roles) for node, roles in self.ops.items()},
@@ -115,6 +121,7 @@ class PlanFile(Strict):
             dict(self.certificate),
             dict(self.fingerprint),
             self.bucket_bytes,
+            dict(self.notes),
         )
 
 
@@ -139,6 +146,7 @@ def dumps(plan: Plan) -> str:
         "inputs": {name: write_layout(layout) for name, layout in plan.inputs.items()},
         "parameters": stored,
         "ops": {node: list(roles) for node, roles in plan.ops.items()},
+        "notes": dict(plan.notes),
     }
     sections = []
     for key, value in document.items():
@@ -162,10 +170,19 @@ def number(constant: str) -> float:
     return float(constant)
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names all differ."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} stands twice in one object")
+    return found
+
+
 def loads(text: str, where: str = "plan") -> Plan:
     """The plan in JSON text; every mistake is a `PlanError` that holds its path in the file."""
     try:
-        data = json.loads(text, parse_constant=number)
+        data = json.loads(text, parse_constant=number, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise PlanError(f"{where}:{error.lineno}: no JSON: {error.msg}{AGAIN}") from None
     except (ValueError, RecursionError) as error:

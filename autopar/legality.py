@@ -12,19 +12,37 @@ from autopar.axes import Axes, Value, computes, source
 from autopar.choices import choice_of, choices
 from autopar.errors import PlanError
 from autopar.files import AGAIN
-from autopar.graph import Graph
+from autopar.graph import Graph, Input
 from autopar.layout import Layout, conversion
 from autopar.placements import storable
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.units import input_layout
 
 
-def check_legal(plan: Plan, graph: Graph, axes: Axes, local: Iterable[str] = ()) -> None:
-    """Refuse a plan that the passes could not turn into a program of this graph."""
-    check_inputs(plan, graph, axes, frozenset(local))
-    check_covers(plan, graph)
-    check_parameters(plan, graph, axes)
-    check_ops(plan, graph, axes)
+def check_legal(plan: Plan, graph: Graph, axes: Axes, local: Iterable[str] = (), where: str = "plan") -> None:
+    """Refuse a plan, which came from `where`, that the passes could not turn into a program of this graph."""
+    try:
+        check_names(plan, graph)
+        check_inputs(plan, graph, axes, frozenset(local))
+        check_covers(plan, graph)
+        check_parameters(plan, graph, axes)
+        check_ops(plan, graph, axes)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def check_names(plan: Plan, graph: Graph) -> None:
+    """The plan speaks of nothing that the graph does not have."""
+    inputs = {entry.node for entry in graph.inputs if entry.kind == "input"}
+    owned = {entry.name for entry in graph.inputs if entry.kind == "parameter"}
+    ops = {node.name for node in graph.fx.nodes if computes(node)}
+    for section, here, known in (
+        ("ops", plan.ops, ops),
+        ("parameters", plan.parameters, owned),
+        ("inputs", plan.inputs, inputs),
+    ):
+        if foreign := [name for name in here if name not in known]:
+            raise PlanError(f"{section}.{foreign[0]}: the model has no such name{AGAIN}")
 
 
 def check_inputs(plan: Plan, graph: Graph, axes: Axes, local: frozenset[str]) -> None:
@@ -36,14 +54,16 @@ def check_inputs(plan: Plan, graph: Graph, axes: Axes, local: frozenset[str]) ->
         there = plan.inputs.get(entry.node, Layout.whole(axes.factors[entry.node, 0]))
         if here != there:
             how = "Local" if entry.node in local else "whole"
-            raise PlanError(f"{entry.name} is {how}, {here}, but the plan takes it as {there}{AGAIN}")
+            raise PlanError(
+                f"inputs.{entry.node}: {entry.name} is {how}, {here}, but the plan takes it as {there}{AGAIN}"
+            )
 
 
 def check_covers(plan: Plan, graph: Graph) -> None:
     """Every parameter has its entry."""
     for entry in graph.inputs:
         if entry.kind == "parameter" and entry.name not in plan.parameters:
-            raise PlanError(f"the plan does not tell how {entry.name} is kept{AGAIN}")
+            raise PlanError(f"parameters: the plan does not tell how {entry.name} is kept{AGAIN}")
 
 
 def check_parameters(plan: Plan, graph: Graph, axes: Axes) -> None:
@@ -61,11 +81,20 @@ def check_parameters(plan: Plan, graph: Graph, axes: Axes) -> None:
                     f"parameters.{entry.name}.{what}: {layout} cannot be stored on {plan.mesh}: a device would have no "
                     f"piece of it, or torch has no placements for it{AGAIN}"
                 )
-        check_level(entry.name, kept, plan)
+        check_level(entry, kept, plan)
 
 
-def check_level(name: str, kept: ParameterPlan, plan: Plan) -> None:
+def check_level(entry: Input, kept: ParameterPlan, plan: Plan) -> None:
     """Levels 0 and 3 have one layout; levels 1 and 2 gather the copy from what is stored."""
+    name = entry.name
+    if kept.keep and kept.level != 3:
+        raise PlanError(f"parameters.{name}.keep: it is for level 3, and this is level {kept.level}{AGAIN}")
+    if kept.level in (1, 2) and not entry.trainable:
+        raise PlanError(f"parameters.{name}.level: it is frozen, and level {kept.level} spreads gradients{AGAIN}")
+    if kept.level in (1, 2) and kept.home == kept.stored:
+        raise PlanError(f"parameters.{name}: level {kept.level} stores less than {kept.home}; that is level 0{AGAIN}")
+    if kept.level == 3 and not kept.stored.axes:
+        raise PlanError(f"parameters.{name}: level 3 has nothing to gather in {kept.stored}; that is level 0{AGAIN}")
     if kept.level in (0, 3) and kept.home != kept.stored:
         both = f"{kept.home} and {kept.stored}"
         raise PlanError(f"parameters.{name}: level {kept.level} has one layout, not {both}{AGAIN}")
@@ -88,7 +117,7 @@ def check_ops(plan: Plan, graph: Graph, axes: Axes) -> None:
             continue
         roles = plan.ops.get(node.name)
         if roles is None or len(roles) != len(plan.mesh.names):
-            raise PlanError(f"the plan does not tell how %{node.name} runs{origin(node)}{AGAIN}")
+            raise PlanError(f"ops: the plan does not tell how %{node.name} runs{origin(node)}{AGAIN}")
         found = choice_of(axes, node, tuple(roles), plan.mesh)
         if found is None:
             able = [list(choice.roles) for choice in choices(axes, node, plan.mesh)]

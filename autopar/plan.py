@@ -41,6 +41,7 @@ class Plan:
     costs       seconds and bytes that the planner predicts, by name
     certificate objective, bound, gap, seconds of solving, what else was tried
     bucket_bytes  size up to which reductions of gradients, and gathers of a block's parameters, run as one collective
+    notes       node name -> its module and what its letters are called, "blocks.0.up: m~0=batch n=heads"; for readers
     """
 
     mesh: Mesh
@@ -51,6 +52,13 @@ class Plan:
     certificate: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     bucket_bytes: int = 0
+    notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def diff(self, other: Plan) -> str:
+        """What another plan does differently, as text; empty where it is the same."""
+        from autopar.difference import difference
+
+        return difference(self, other)
 
     def __str__(self) -> str:
         from autopar.text import text

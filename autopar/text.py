@@ -56,7 +56,15 @@ def listed(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> 
     """The program's plan with the lines about its ops, which are saved and printed with it; `graph` as captured."""
     plan = program.plan
     lines = program_lines(program, graph, axes, cluster)
-    return replace(plan, certificate=MappingProxyType({**plan.certificate, "program": lines}))
+    notes = {node.name: note(axes, node) for node in graph.fx.nodes if node.name in plan.ops}
+    certificate = MappingProxyType({**plan.certificate, "program": lines})
+    return replace(plan, certificate=certificate, notes=MappingProxyType(notes))
+
+
+def note(axes: Axes, node: fx.Node) -> str:
+    """`blocks.0.up: m~0=batch m~1=sequence`: where an op is, and what its letters are called."""
+    names = {letter: name for letter, name in letter_names(axes, node).items() if not NAMELESS.fullmatch(f"{name}=")}
+    return f"{node.meta.get('module', '')}: {' '.join(f'{letter}={name}' for letter, name in sorted(names.items()))}"
 
 
 def headline(plan: Plan) -> str:

@@ -13,9 +13,19 @@ from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
 from autopar.cost.comm import step_s
 from autopar.cost.compute import node_s
+from autopar.cost.memory import Memory
 from autopar.graph import Graph
 from autopar.program import Program
 from autopar.rules.core import operands, results
+
+
+def bill(
+    program: Program, held: Memory, graph: Graph, axes: Axes, cluster: ClusterSpec, budget_bytes: float
+) -> dict[str, float]:
+    """The costs that a plan carries: seconds of a step, bytes that stay on a device and at the peak."""
+    kept = {f"{kind}_bytes": float(n) for kind, n in held.persistent.items()}
+    peaks = {"peak_bytes": float(held.peak), "budget_bytes": float(budget_bytes)}
+    return {**price(program, graph, axes, cluster), **peaks, **kept}
 
 
 def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> Mapping[str, float]:

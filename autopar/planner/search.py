@@ -15,7 +15,7 @@ from typing import Any
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.cost.memory import Memory
-from autopar.cost.price import price
+from autopar.cost.price import bill
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import Mesh
@@ -221,10 +221,8 @@ def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
 def finished(made: Problem, programme: Programme, found: Found, budget: float) -> Plan:
     """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
-    paid = price(found.program, made.graph, made.axes, made.cluster)
-    costs = {**paid, "peak_bytes": float(found.memory.peak), "budget_bytes": float(budget)}
-    costs |= {f"{kind}_bytes": float(n) for kind, n in found.memory.persistent.items()}
-    solution, step_s = found.solution, paid["step_s"]
+    costs = bill(found.program, found.memory, made.graph, made.axes, made.cluster, budget)
+    solution, step_s = found.solution, costs["step_s"]
     certificate = {
         "objective_s": step_s,
         "bound_s": max(0.0, min(solution.bound, step_s)),

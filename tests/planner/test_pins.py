@@ -19,10 +19,12 @@ from autopar.errors import AutoparError, InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.models import mlp
 from autopar.models.gpt import build
-from autopar.passes import copy_views
+from autopar.passes import copy_views, emit
 from autopar.plan import Plan
 from autopar.planner import plan
 from autopar.strategies import ddp, tensor, zero
+from autopar.verify.simulate import run
+from tests.harness.reference import errors, run_whole, values_of
 
 CLUSTER = ClusterSpec.preset("cpu-gloo", devices=4)
 
@@ -135,6 +137,33 @@ def test_a_layout_is_read_in_other_factors_of_the_same_dims(case: tuple[Graph, A
     """The rows of an output projection are 36, its columns 12 heads of 3."""
     made = planned(case, {"mesh": {"data": 4}, "parameters": {"blocks.0.attn.out.weight": "[36, 36@data]"}})
     assert str(made.parameters["blocks.0.attn.out.weight"].stored) == "[36, (12@data*3)]"
+
+
+def test_what_is_pinned_is_emitted_with_the_numbers_of_one_device() -> None:
+    """Layouts and levels that no strategy has, copies of level 2 that are cut themselves."""
+    torch.manual_seed(0)
+    model, args = mlp.build(b=12, d=8, f=24, g=16, o=6)
+    graph = copy_views(capture(model, args, double=True))
+    axes = analyse(graph)
+    pins = {
+        "mesh": {"model": 2, "data": 2},
+        "modules": {"up": "batch@data n@model", "mid": "k@model", "down": "whole"},
+        "parameters": {
+            "up.weight": {"level": 2, "stored": "[24@model, 8@data]", "home": "[24@model, 8]"},
+            "mid.weight": {"level": 1, "stored": "@data"},
+            "down.weight": "[6, 16@data@model]",
+            "down.bias": {"level": 3},
+        },
+    }
+    made = planned((graph, axes), pins)
+    program, values = emit(graph, axes, made), values_of(graph, model, args)
+    placed = {e.name: str(program.input_layouts[e.node]) for e in graph.inputs if e.node in program.input_layouts}
+    assert placed["up.weight"] == "[24@model, 8]"
+    assert str(made.parameters["down.weight"].stored) == "[6, 16@data@model]"
+    tangents = [values[e.node] for e in graph.inputs if e.kind == "tangent"]
+    found, _ = run(program, values, tangents)
+    worst = errors(graph, found, run_whole(graph, values))
+    assert max(worst.values()) < 1e-9, worst
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------
