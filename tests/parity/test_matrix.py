@@ -6,7 +6,7 @@ import pytest
 
 from autopar.verify.families import FAMILIES, names
 from autopar.verify.run import Harness
-from tests.parity.cases import CELLS, TARGETS, WORLDS, common_family
+from tests.parity.cases import BROAD, CELLS, TARGETS, WORLDS, common_family
 
 cells = pytest.mark.parametrize(("model", "world"), CELLS, ids=[f"{m}-{w}" for m, w in CELLS])
 
@@ -31,8 +31,29 @@ def test_25_random_legal_plans_equal_one_device(harness: Harness, model: str, wo
     assert report.exit_code == 0, report.text()
 
 
+@pytest.mark.parametrize("model", BROAD)
+def test_other_kinds_of_models_equal_one_device(harness: Harness, model: str) -> None:
+    target, family = BROAD[model]
+    report = harness.verify(target, 2, [family], random=1, seed=7)
+    assert report.exit_code == 0, report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BROAD)
+def test_other_kinds_of_models_equal_one_device_under_every_family(harness: Harness, model: str) -> None:
+    report = harness.verify(BROAD[model][0], 4)
+    assert report.exit_code == 0, report.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BROAD)
+def test_other_kinds_of_models_equal_one_device_under_random_plans(harness: Harness, model: str) -> None:
+    report = harness.verify(BROAD[model][0], 3, [], random=10, seed=11)
+    assert report.exit_code == 0, report.text()
+
+
 def test_the_common_run_takes_every_family_on_every_world() -> None:
     for world in WORLDS:
         taken = {common_family(model, w) for model, w in CELLS if w == world}
-        assert taken == set(names(world))
+        assert taken | {family for _, family in BROAD.values()} == set(names(world))
     assert {name for world in WORLDS for name in names(world)} == set(FAMILIES)
