@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autopar import files
+from autopar.cli import main
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_cluster, read_strategy
@@ -20,9 +24,19 @@ from autopar.verify.target import Target
 MLP = "autopar.models.mlp:divisible"
 
 
-def autopar(*args: str, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+def autopar(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["autopar", *args])
+    with argv, redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as exit:
+        main()
+    return subprocess.CompletedProcess(args, exit.value.code or 0, out.getvalue(), err.getvalue())  # type: ignore[arg-type]
+
+
+def started(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own."""
     command = [sys.executable, "-m", "autopar.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_plan_prints_the_plan_saves_it_and_dumps_what_led_to_it(tmp_path: Path) -> None:
@@ -91,7 +105,7 @@ def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code
 
 @pytest.mark.ranks
 def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
-    done = autopar(
+    done = started(
         "verify", "autopar.models.mlp:tiny", "--world", "2", "--families", "ddp,zero2", "--random", "1", "--seed", "1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,7 +125,7 @@ def test_verify_names_families_that_do_not_exist_here() -> None:
 
 @pytest.mark.ranks
 def test_run_trains_on_real_processes() -> None:
-    done = autopar("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
+    done = started("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines[0]["plan"].startswith("mesh(")
@@ -124,7 +138,7 @@ def test_run_trains_on_real_processes() -> None:
 def test_run_takes_a_plan_from_a_file(tmp_path: Path) -> None:
     made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
     assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0
-    done = autopar("run", made, "--world", "2", "--cluster", "cpu-gloo", "--steps", "1", "--plan", file, "--json")
+    done = started("run", made, "--world", "2", "--cluster", "cpu-gloo", "--steps", "1", "--plan", file, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert told["plan"] == str(files.load(file)).splitlines()[0].removeprefix("plan").strip()

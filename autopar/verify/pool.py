@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 5.0  # how long the other ranks may go on once one has failed
-PRELOAD = ("torch", "torch.distributed.tensor", "torch.fx", "torch._functorch.aot_autograd", "autopar")
+PRELOAD = ("torch.distributed.tensor", "autopar.capture", "autopar.planner", "autopar.passes", "autopar.runtime.module")
 
 
 @dataclass(frozen=True)

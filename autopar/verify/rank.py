@@ -6,6 +6,7 @@ In: a target, a plan as JSON, the file of the reference.  Out: a `Finding`, sent
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -66,8 +67,8 @@ def check(
 ) -> Finding:
     """Train with every optimizer and compare everything with the record in `reference`.
 
-    Collectives and operations are counted under the first optimizer; those of the others are the same. The very
-    last step is compared as whole tensors, as a user would gather them, the others piece by piece.
+    Collectives and operations are counted in the second step; those of the others are the same. The very last one is
+    compared as whole tensors, as a user would gather them, the others piece by piece.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = files.loads(plan_json)
@@ -77,7 +78,7 @@ def check(
     module = deliver(built.model, captured(target), analysed(target), plan, target.seed, device)
     restart = restarter(module)
     axes = group_names(module)
-    last = f"{optimizers[-1]}/{steps - 1}/"
+    last, turns = f"{optimizers[-1]}/{steps - 1}/", Counter[str]()
 
     def see(key: str, tensor: torch.Tensor) -> None:
         comparison.see(key, tensor, whole=key.startswith(last))
@@ -85,16 +86,17 @@ def check(
     for optimizer in optimizers:
         restart()
 
-        def during(phase: str, optimizer: str = optimizer) -> AbstractContextManager[Any]:
-            return counts.during(phase, axes) if optimizer == optimizers[0] else nullcontext()
+        def during(phase: str) -> AbstractContextManager[Any]:
+            turns[phase] += 1
+            return counts.during(phase, axes) if turns[phase] == min(2, steps) else nullcontext()
 
         def after(torch_optimizer: torch.optim.Optimizer, optimizer: str = optimizer) -> None:
             if optimizer == "adamw":
                 memory.update(stored(module, torch_optimizer))
 
         train(module, built.args, built.kwargs, optimizer, steps=steps, see=see, during=during, after=after)
-    counted, flops = per_step(counts, steps)
-    return Finding(comparison.finish(), counted, moves(program_of(module)), flops, memory)
+    counted = {key: (number, counts.bytes[key]) for key, number in counts.calls.items()}
+    return Finding(comparison.finish(), counted, moves(program_of(module)), sum(counts.flops.values()), memory)
 
 
 def restarter(module: Any) -> Callable[[], None]:
@@ -131,12 +133,6 @@ def group_names(module: Any) -> dict[str, str]:
     """Name of the process group of every mesh axis -> the axis."""
     mesh = module.device_mesh
     return {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}
-
-
-def per_step(counts: Counts, steps: int) -> tuple[dict[tuple[str, str, str], tuple[int, int]], int]:
-    """Collectives and flops of one of the `steps` that were counted."""
-    counted = {key: (number // steps, counts.bytes[key] // steps) for key, number in counts.calls.items()}
-    return counted, sum(counts.flops.values()) // steps
 
 
 def stored(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -55,10 +55,10 @@ def test_a_forced_family_without_a_cut_of_its_kind_is_a_mismatch(
 def test_a_refusal_exits_with_3_unless_the_table_of_limits_has_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    listed = harness.verify(TARGETS["gpt"], 4, ["ddp"])
+    listed = harness.verify(TARGETS["llama"], 4, ["ddp"])
     assert (listed.exit_code, listed.rows[0].status) == (0, "known")
     monkeypatch.setattr(run, "LIMITS", tmp_path / "none.md")
-    report = harness.verify(TARGETS["gpt"], 4, ["ddp"])
+    report = harness.verify(TARGETS["llama"], 4, ["ddp"])
     assert (report.exit_code, report.rows[0].status) == (3, "refused")
     assert "a batch of 5 (args[0]) cannot be cut over 4 devices" in report.rows[0].note
 

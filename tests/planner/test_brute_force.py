@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -68,14 +69,16 @@ def size(graph: Graph, axes: Axes) -> int:
     return math.prod(len(choices(axes, n, MESH)) for n in graph.fx.nodes if computes(n))
 
 
-def small(count: int) -> list[int]:
-    """Seeds of the graphs that are quickest to enumerate, among some more."""
-    graphs = {seed: linear(seed) for seed in range(3 * count)}
-    return sorted(sorted(graphs, key=lambda seed: (size(graphs[seed], analyse(graphs[seed])), seed))[:count])
+@cache
+def seeds() -> list[int]:
+    """Seeds of 60 graphs, those that are quickest to enumerate first."""
+    graphs = {seed: linear(seed) for seed in range(60)}
+    return sorted(graphs, key=lambda seed: (size(graphs[seed], analyse(graphs[seed])), seed))
 
 
-@pytest.mark.parametrize("seed", small(20))
-def test_the_programme_finds_what_enumeration_finds_under_a_binding_budget(seed: int) -> None:
+@pytest.mark.parametrize("number", range(20))
+def test_the_programme_finds_what_enumeration_finds_under_a_binding_budget(number: int) -> None:
+    seed = seeds()[number]
     graph = linear(seed)
     axes = analyse(graph)
     tried = enumerated(graph, axes, MESH)
