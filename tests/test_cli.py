@@ -91,7 +91,7 @@ def test_plan_prints_json_that_loads() -> None:
         (
             ("verify", "hf:CLIPModel", "--world", "2"),
             2,
-            "InputError: CLIPModel needs other inputs than tokens or pictures",
+            "InputError: CLIPModel needs other inputs than tokens, pictures of one size or sounds",
         ),
         (("run", MLP, "--world", "3", "--plan", "nothing.json"), 2, "PlanError: nothing.json cannot be read: "),
     ],

@@ -35,10 +35,10 @@ def occurrences() -> dict[str, list[str]]:
     from autopar import hf
     from autopar.axes import computes
     from autopar.capture import capture
-    from autopar.models import awkward, encoder, gpt, llama, mlp, resnet, t5, unet, vit
+    from autopar.models import awkward, encoder, gpt, llama, mlp, moe, resnet, t5, unet, vit
 
     found: dict[str, list[str]] = {}
-    modules = (mlp, gpt, llama, resnet, unet, vit, encoder, t5)
+    modules = (mlp, gpt, llama, moe, resnet, unet, vit, encoder, t5)
     builds = [(module.__name__.rpartition(".")[2], module.tiny) for module in modules]
     builds += [(f"awkward.{name}", getattr(awkward, name)) for name in awkward.ALL]
     captured = [(name, capture(*called(build()))) for name, build in builds]
