@@ -134,7 +134,7 @@ REASONS = """
 | --- | --- |
 """
 ABSENT = """
-## Not built here, or not run by plain torch
+## Not built small, or not run by plain torch here in float64
 
 | architecture | reason |
 | --- | --- |

@@ -7,7 +7,7 @@ of JSON on standard output.
     refused    an error with a name, raised before a program ran
     wrong      a number differs
     failed     anything else
-    absent     the class cannot be built small, or does not run in plain torch on this machine
+    absent     the class cannot be built small, or plain torch does not run it in float64 on this machine
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def tried(harness: Harness, name: str) -> Found:
     try:
         target.build()
         harness.reference.file(target, OPTIMIZERS, STEPS)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is not ours
-        return Found(name, outcomes=everywhere("absent"), reason=line_of(error))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is not ours, but for what cannot be drawn
+        outcome = "refused" if "does not run: UnsupportedError" in str(error) else "absent"
+        return Found(name, outcomes=everywhere(outcome), reason=line_of(error))
     try:
         nodes = [node for node in captured(target).fx.nodes if computes(node)]
     except Exception as error:  # noqa: BLE001 - told about in the table
