@@ -75,7 +75,7 @@ def test_rows_compute_what_the_formula_says(k: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_layer_cut_at_random_equals_the_whole(seed: int) -> None:
     model, tensors = Layer(), tuple(t.detach() for t in inputs())
     graph = copy_views(capture(model, tensors, double=True))
