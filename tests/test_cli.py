@@ -103,6 +103,25 @@ def test_a_wrong_or_impossible_call_is_told_in_words(args: tuple[str, ...], code
     assert "Traceback" not in done.stderr
 
 
+def test_plan_takes_pins_from_a_file(tmp_path: Path) -> None:
+    pins, out = tmp_path / "pins.yaml", tmp_path / "plan.json"
+    pins.write_text("mesh: {model: 2}\nmodules: {up: n@model}\nparameters: {down.weight: {level: 3}}\n")
+    done = autopar("plan", MLP, "--devices", "2", "--pins", str(pins), "--out", str(out), "--dump", str(tmp_path / "d"))
+    assert done.returncode == 0, done.stderr
+    made = files.load(out)
+    assert (str(made.mesh), made.ops["mm"], made.parameters["down.weight"].level) == ("mesh(model=2)", ("n",), 3)
+    pins.write_text("modules: {up: heads@data}\n")
+    done = autopar("plan", MLP, "--devices", "2", "--pins", str(pins))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith(
+        f"UnsupportedError: {pins}: modules.up: heads@data: no op there can be cut so on mesh("
+    )
+    pins.write_text("module: {up: heads@data}\n")
+    done = autopar("run", MLP, "--world", "2", "--pins", str(pins))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"InputError: {pins}: module: Extra inputs are not permitted")
+
+
 @pytest.mark.ranks
 def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
     done = started(

@@ -10,6 +10,7 @@ the others are free.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,8 @@ from autopar.pins import ANYTHING, Cut, ModulePin, ParameterPin, Pin, Pins
 from autopar.placements import same_pieces, storable
 from autopar.plan import ParameterPlan
 from autopar.planner.options import homes, options
+
+NAMELESS = re.compile(r"|f\d+")  # an axis that no rule has a name for
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Pinned:
     def called(self, node: fx.Node, letter: str) -> set[str]:
         """A letter, the letter of the rule that it is a factor of, the name of its axis."""
         return {letter, letter.partition("~")[0], letter_names(self.axes, node).get(letter, "")}
+
+    def word(self, node: fx.Node, letter: str) -> str:
+        """What a user would write for a letter: the name of its axis, else the letter if it is one of a rule's line."""
+        name, base = letter_names(self.axes, node).get(letter, ""), letter.partition("~")[0]
+        return base if NAMELESS.fullmatch(name) and base.isalpha() else "" if NAMELESS.fullmatch(name) else name
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class Pinned:
 
     def no_op(self, pin: ModulePin, axis: str, what: str, nodes: list[fx.Node]) -> str:
         """Why no op of a module can follow a pin: a node that comes near, and what would be legal."""
-        legal = {name for node in nodes for role in self.cuttable(node, axis) for name in self.called(node, role)}
+        legal = {self.word(node, role) for node in nodes for role in self.cuttable(node, axis)} - {""}
         having = [(n, x) for n in nodes for x in self.axes.rule(n).sizes if what in self.called(n, x)]
         lines = [f"{self.pins.where}: {pin}: no op there can be cut so on {self.mesh}"]
         if having:
@@ -136,7 +144,7 @@ class Pinned:
             size = self.axes.rule(node).sizes[letter]
             lines.append(f"  %{node.name} has {what} = {size}, which is whole there or too short")
             lines += [f"  from {node.meta['source']}"] if node.meta.get("source") else []
-        return "\n".join([*lines, f"  {axis} can cut {', '.join(sorted(named(legal))) or 'nothing'} there"])
+        return "\n".join([*lines, f"  {axis} can cut {', '.join(sorted(legal)) or 'nothing'} there"])
 
     def no_choice(self, node: fx.Node, able: Iterable[tuple[str, ...]]) -> str:
         """What stands in a refusal of an op that is left no way to run; empty where no pin is about it."""
@@ -145,11 +153,6 @@ class Pinned:
             return ""
         ways = ", ".join(str(list(picked)) for picked in able)
         return f"{self.pins.where}: {pin}: it leaves no way to run %{node.name} on {self.mesh}\n  it can run as {ways}"
-
-
-def named(legal: Iterable[str]) -> Iterator[str]:
-    """Names that a user would write: those of axes, not letters of rules."""
-    return (name for name in legal if len(name) > 1 and name.isalpha())
 
 
 def follows(way: ParameterPlan, pin: ParameterPin) -> bool:

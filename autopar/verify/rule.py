@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar import _torch
 from autopar.axes import analyse, computes
 from autopar.choices import choices, fills
 from autopar.errors import AutoparError, InputError
+from autopar.fingerprint import type_text
 from autopar.graph import Graph
 from autopar.layout import Mesh
 from autopar.rules.core import RULES, operands
@@ -43,7 +44,7 @@ class Call:
 
 
 class Recording(_torch.DispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, calls of ops that are not torch's own are kept, each kind of call once."""
+    """Inside, calls of ops that are not torch's own, or have a rule of the user's, are kept, each kind of call once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +52,8 @@ class Recording(_torch.DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
-        if op.namespace not in ("aten", "prim", "prims", "autopar"):
+        own = op in RULES and RULES[op].given
+        if own or op.namespace not in ("aten", "prim", "prims", "autopar"):
             seen = tuple((t.shape, t.dtype) for t in _torch.tensors_in((args, kwargs)))
             self.calls.setdefault((op, seen), Call(op, args, kwargs or {}, result))
         return result
@@ -149,16 +151,12 @@ def told(cut: Cut) -> str:
 def verify_rule(spec: str) -> RuleReport:
     """Prove the rules of the ops that `module:function` runs."""
     calls = recorded(spec)
-    without = sorted({str(call.op) for call in calls if not has_rule(call)})
-    ruled = [call for call in calls if has_rule(call)]
+    without = sorted({str(call.op) for call in calls if call.op not in RULES})
+    ruled = [call for call in calls if call.op in RULES]
     if not ruled:
         what = f": not {', '.join(without)}" if without else " of yours"
         raise InputError(f"{spec} runs no op that has a rule{what}\n  try: autopar.rule(op, 'b d, d -> b d')")
     return RuleReport(tuple(proof(call) for call in ruled), tuple(without))
-
-
-def has_rule(call: Call) -> bool:
-    return call.op in RULES
 
 
 def recorded(spec: str) -> list[Call]:
@@ -172,7 +170,7 @@ def recorded(spec: str) -> list[Call]:
             function()
         except AutoparError:
             raise
-        except Exception as error:  # (whatever the user's code raises)
+        except Exception as error:
             raise InputError(f"{spec} failed: {type(error).__name__}: {error}") from error
     return list(recording.calls.values())
 
@@ -257,11 +255,6 @@ def shown(call: Call) -> str:
 
 
 def short(value: Any) -> str:
-    from autopar.fingerprint import type_text
-
     if isinstance(value, Tensor):
         return type_text(value)
     return f"[{', '.join(short(one) for one in value)}]" if isinstance(value, (list, tuple)) else repr(value)
-
-
-__all__: Sequence[str] = ["Proof", "RuleReport", "verify_rule"]

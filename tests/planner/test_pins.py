@@ -192,7 +192,7 @@ REFUSED: list[tuple[dict[str, Any], Any, type[AutoparError], str]] = [
         None,
         UnsupportedError,
         "pins: modules.blocks.*.attn: vocab@model: no op there can be cut so on mesh(data=2, model=2)\n"
-        "  model can cut batch, head, heads, model, sequence there",
+        "  model can cut batch, head, heads, k, m, model, n, sequence there",
     ),
     (
         {"modules": {"blok.1.attn": "heads@data"}},
