@@ -9,6 +9,7 @@ number is wrong, or something failed without a name.
     --jobs N         so many side by side
     --limit SECONDS  for each architecture
     --resume FILE    JSON lines: what stands there is not done again, what is done is added
+    --page           nothing is done; the page is written of what stands in FILE
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def sweep(names: Sequence[str], jobs: int, limit: float) -> Iterator[Found]:
 
 HEAD = """# Architectures
 
-Every class of the auto-mappings of transformers for causal and masked language models, sequence to sequence models and
+Classes of the auto-mappings of transformers for causal and masked language models, sequence to sequence models and
 classification of pictures, built from a small config with random weights and trained for 3 steps with two optimizers on
 2 processes under four plan families. *equal*: every loss, output, gradient, parameter and buffer is that of the
 untouched module on one device, within 1e-9 in float64. *refused*: an error with a name, before any program runs.
@@ -146,9 +147,10 @@ def page(found: Sequence[Found]) -> str:
     import transformers
 
     ran = [f for f in found if f.outcome != "absent"]
+    left = len(set(architectures()) - {f.name for f in found})
     head = HEAD.format(
         version=transformers.__version__,
-        figures="  \n".join(figures(found)),
+        figures="  \n".join([*figures(found), *([f"{left} not tried yet"] if left else [])]),
         families=" | ".join(FAMILIES),
         rules="|".join([" --- "] * len(FAMILIES)),
     )
@@ -186,10 +188,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--page", action="store_true")
     given = parser.parse_args()
     kept = given.resume.read_text().splitlines() if given.resume and given.resume.exists() else []
     found = {f.name: f for f in (Found(**json.loads(line)) for line in kept)}
-    names = given.only or architectures()
+    names = given.only or [name for name in architectures() if name in found or not given.page]
     for one in sweep([name for name in names if name not in found], given.jobs, given.limit):
         found[one.name] = one
         print(f"{one.outcome:8} {one.name} {one.seconds:.0f} s {one.reason}", flush=True)
