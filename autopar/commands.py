@@ -65,9 +65,12 @@ def plan_command(
     forced = read_strategy(strategy) if strategy else None
     bytes_of_device = read_bytes(memory) if memory else None
     # Loaded once the words are known to be right: the compiler takes longer to load than they take to read.
+    import torch
+
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
+    torch.set_num_threads(1)  # next to nothing is computed on tensors, and idle threads spin
     started = time.perf_counter()
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(
