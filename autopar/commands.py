@@ -71,9 +71,12 @@ def plan_command(
     bytes_of_device = read_bytes(memory) if memory else None
     pinned = load_pins(pins) if pins else NONE
     # Loaded once the words are known to be right: the compiler takes longer to load than they take to read.
+    import torch
+
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
+    torch.set_num_threads(1)  # next to nothing is computed on tensors, and idle threads spin
     started = time.perf_counter()
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(
