@@ -76,7 +76,7 @@ def plan_command(
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
-    torch.set_num_threads(1)  # next to nothing is computed on tensors, and idle threads spin
+    torch.set_num_threads(1)  # next to nothing is computed on tensors, and with more it took longer
     started = time.perf_counter()
     with working(f"planning {target} for {where.devices} devices") as progress:
         made = plan_target(

@@ -1,6 +1,6 @@
 """Functions that make large graphs run without Python's garbage collector.
 
-In: a function.  Out: the same one, about a tenth faster (binding a third).  Next: `capture.py`.
+In: a function.  Out: the same one, faster.  Next: `capture.py`.
 
 A graph is tens of thousands of objects that all live until it is done, and the collector walks through all of them each
 time some hundreds were added.

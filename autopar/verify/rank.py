@@ -83,12 +83,12 @@ def check(
     def see(key: str, tensor: torch.Tensor) -> None:
         comparison.see(key, tensor, whole=key.startswith(last))
 
+    def during(phase: str) -> AbstractContextManager[Any]:
+        turns[phase] += 1
+        return counts.during(phase, axes) if turns[phase] == min(2, steps) else nullcontext()
+
     for optimizer in optimizers:
         restart()
-
-        def during(phase: str) -> AbstractContextManager[Any]:
-            turns[phase] += 1
-            return counts.during(phase, axes) if turns[phase] == min(2, steps) else nullcontext()
 
         def after(torch_optimizer: torch.optim.Optimizer, optimizer: str = optimizer) -> None:
             if optimizer == "adamw":
