@@ -97,9 +97,9 @@ class ClusterSpec(_Strict):
 
     def link(self, mesh: Mesh, axis: str) -> Link:
         """The slowest link on the way along one mesh axis: the first level that holds a whole group of it."""
-        position = mesh.names.index(axis)
+        position = mesh.space.names.index(axis)
         span = 1
-        for size in mesh.sizes[position:]:
+        for size in mesh.space.sizes[position:]:
             span *= size
         return next((link for link in self.links if link.devices >= span), self.links[-1])
 

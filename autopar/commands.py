@@ -126,12 +126,12 @@ def verify_command(
     as_json: Json = False,
 ) -> None:
     """Train MODEL on real ranks under every plan family, and compare everything with one device."""
-    from autopar.verify.families import FAMILIES, names
+    from autopar.verify.families import FAMILIES, exists, names
 
     wanted = [f.strip() for f in families.split(",") if f.strip()] if families else names(world)
     if unknown := [f for f in wanted if f not in FAMILIES]:
         raise typer.BadParameter(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
-    if impossible := [f for f in wanted if f not in names(world)]:
+    if impossible := [f for f in wanted if not exists(f, world)]:
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
     target = Target.parse(model, hf.settings(settings), seed)
     target.check()

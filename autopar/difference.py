@@ -69,6 +69,8 @@ def rows(a: Plan, b: Plan) -> Iterator[Row]:
         if here != there:
             yield Row(name, name.replace("_", " "), here, there)
     yield from grouped("op", op_words(a), op_words(b), lambda name: place_of(name, a, b))
+    here_stages, there_stages = ({n: str(stage) for n, stage in plan.stages.items()} for plan in (a, b))
+    yield from grouped("stage", here_stages, there_stages, lambda name: place_of(name, a, b))
     here_kept, there_kept = ({n: kept_words(way) for n, way in plan.parameters.items()} for plan in (a, b))
     yield from grouped("parameter", here_kept, there_kept, lambda name: (name, ""))
 

@@ -32,6 +32,12 @@ def dump(made: Made, folder: Path) -> None:
     program = emit(made.graph, made.axes, made.plan)
     for part in ("refresh", "forward", "backward"):
         (folder / f"program-{part}.txt").write_text(graph_text(getattr(program, part)))
+    if program.pipeline is not None:
+        for phase in ("forward", "backward"):
+            cut = getattr(program.pipeline, phase)
+            for stage, cells in enumerate(zip(cut.bodies, cut.ends, strict=True)):
+                for name, cell in zip(("body", "end"), cells, strict=True):
+                    (folder / f"stage-{stage}-{phase}-{name}.txt").write_text(graph_text(cell.graph))
     (folder / "solver.lp").write_text(programme_text(made))
     files.save(made.plan, folder / "plan.json")
     (folder / "plan.txt").write_text(f"{made.plan}\n")

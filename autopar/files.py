@@ -89,6 +89,7 @@ class PlanFile(Strict):
     autopar_plan: Literal[1]
     mesh: dict[Annotated[str, Field(pattern=r"^\w+$")], Annotated[int, Field(ge=1)]]
     ops: dict[str, list[str]]
+    stages: dict[str, Annotated[int, Field(ge=0)]] = {}
     parameters: dict[str, ParameterFile]
     inputs: dict[str, LayoutField] = {}
     costs: dict[str, float] = {}
@@ -122,6 +123,7 @@ class PlanFile(Strict):
             dict(self.fingerprint),
             self.bucket_bytes,
             dict(self.notes),
+            dict(self.stages),
         )
 
 
@@ -146,6 +148,7 @@ def dumps(plan: Plan) -> str:
         "inputs": {name: write_layout(layout) for name, layout in plan.inputs.items()},
         "parameters": stored,
         "ops": {node: list(roles) for node, roles in plan.ops.items()},
+        **({"stages": dict(plan.stages)} if plan.stages else {}),
         "notes": dict(plan.notes),
     }
     sections = []

@@ -18,10 +18,13 @@ from functools import cache
 
 Place = tuple[int, int]  # (dim, index of a factor in it)
 
+MICRO = "micro"  # the axis that is no direction of the device mesh: its pieces, microbatches, run one after another
+STAGE = "stage"  # the axis along which devices run different ops
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named directions of the device mesh, the slowest first: ranks are numbered row-major."""
+    """Named directions of the device mesh, the slowest first: ranks are numbered row-major. `MICRO` is one of time."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -30,13 +33,19 @@ class Mesh:
         return self.sizes[self.names.index(axis)]
 
     @property
+    def space(self) -> Mesh:
+        """The directions of the device mesh alone."""
+        kept = [(n, s) for n, s in zip(self.names, self.sizes, strict=True) if n != MICRO]
+        return self if len(kept) == len(self.names) else Mesh(tuple(n for n, _ in kept), tuple(s for _, s in kept))
+
+    @property
     def devices(self) -> int:
-        return math.prod(self.sizes)
+        return math.prod(self.space.sizes)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of a rank on every axis."""
+        """Position of a rank on every axis of the device mesh."""
         out: dict[str, int] = {}
-        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+        for name, size in zip(reversed(self.space.names), reversed(self.space.sizes), strict=True):
             rank, out[name] = divmod(rank, size)
         return out
 
@@ -111,6 +120,12 @@ class Layout:
             terms[axis] = kind
         return replace(self, pending=tuple(sorted(terms.items())))
 
+    def without(self, axis: str) -> Layout:
+        """The same layout with nothing cut by `axis`."""
+        if axis not in self.axes:
+            return self
+        return replace(self, cuts=tuple(tuple(tuple(a for a in f if a != axis) for f in dim) for dim in self.cuts))
+
     def settled(self) -> Layout:
         """The same cuts with nothing pending."""
         return replace(self, pending=())
@@ -160,7 +175,8 @@ class Step:
     """One step of a conversion, and the layouts at both ends of it.
 
     kind    "all_reduce" | "reduce_scatter" | "all_gather" | "all_to_all" | "slice" | "to_pending" | "relabel"; the last
-            three move nothing between devices, and "relabel" only reads a whole dim as other factors
+            three move nothing between devices, and "relabel" only reads a whole dim as other factors. Along `MICRO`
+            an all-reduce adds up what the microbatches gave, an all-gather puts it side by side
     axis    the one mesh axis it works on ("" for a relabel)
     """
 
@@ -204,7 +220,7 @@ def _steps_from(layout: Layout, mesh: Mesh) -> Iterator[Step]:
         if ends:
             yield Step(ends, axis, layout, bare)
         for place in places:
-            if place != here:
+            if place != here and (axis != MICRO or here is None):  # a microbatch gives nothing to another
                 cut = bare.with_cut(place, (*bare.cut_at(place), axis))
                 if feeds(cut, place, mesh):
                     yield Step(moves, axis, layout, cut)
@@ -292,10 +308,18 @@ def _space(factors: tuple[tuple[int, ...], ...], rows: Fraction | None, mesh: Me
 def conversion(source: Layout, target: Layout, mesh: Mesh) -> tuple[Step, ...] | None:
     """The sequence of steps from one layout to another that moves the fewest elements; None where there is none.
 
-    Dims that the two ends see as different factors are whole in between.
+    Dims that the two ends see as different factors are whole in between. What the microbatches hold is put together
+    before anything else happens to it, so that the rest happens once; what a stage holds is cut into the pieces that
+    all stages store when nothing else is left to do.
     """
     if source == target:
         return ()
+    between = source.without(MICRO).with_pending(MICRO, None) if MICRO in source.axes - target.axes else source
+    if between == source and STAGE in target.axes - source.axes:
+        between = target.without(STAGE)
+    if between not in (source, target):
+        first, last = conversion(source, between, mesh), conversion(between, target, mesh)
+        return None if first is None or last is None else (*first, *last)
     if source.rows != target.rows or (source.rows is not None and source.factors != target.factors):
         return None
     if source.factors != target.factors:

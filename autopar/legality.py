@@ -13,9 +13,10 @@ from autopar.choices import choice_of, choices
 from autopar.errors import PlanError
 from autopar.files import AGAIN
 from autopar.graph import Graph, Input
-from autopar.layout import Layout, conversion
+from autopar.layout import MICRO, STAGE, Layout, conversion
 from autopar.placements import storable
 from autopar.plan import ParameterPlan, Plan
+from autopar.planner.stages import without_parameters
 from autopar.planner.units import input_layout
 
 
@@ -27,6 +28,7 @@ def check_legal(plan: Plan, graph: Graph, axes: Axes, local: Iterable[str] = (),
         check_covers(plan, graph)
         check_parameters(plan, graph, axes)
         check_ops(plan, graph, axes)
+        check_stages(plan, graph)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
 
@@ -133,6 +135,32 @@ def check_ops(plan: Plan, graph: Graph, axes: Axes) -> None:
                 )
         layouts |= {(node.name, i): layout for i, layout in enumerate(found.outputs)}
     check_results(plan, graph, axes, layouts)
+
+
+def check_stages(plan: Plan, graph: Graph) -> None:
+    """Every op has a stage where the mesh has an axis of them; forward goes to later ones, backward to earlier."""
+    count = plan.mesh.size(STAGE) if STAGE in plan.mesh.names else 0
+    if not count:
+        if plan.stages:
+            raise PlanError(f"stages: {plan.mesh} has no axis {STAGE}{AGAIN}")
+        return
+    if MICRO not in plan.mesh.names:
+        raise PlanError(f"mesh: {plan.mesh} has stages, but no axis {MICRO} of microbatches{AGAIN}")
+    once = without_parameters(graph)
+    for node in graph.fx.nodes:
+        if node.op != "call_function" or node.name in once:
+            continue
+        here = plan.stages.get(node.name, -1)
+        if not 0 <= here < count:
+            raise PlanError(f"stages.{node.name}: there are stages 0 to {count - 1}, one must be given{AGAIN}")
+        for other in node.all_input_nodes:
+            phases = {node.meta["phase"], other.meta.get("phase")}
+            there = plan.stages.get(other.name, here)
+            if len(phases) == 1 and (there - here) * (1 if "forward" in phases else -1) > 0:
+                raise PlanError(
+                    f"stages.{node.name}: it reads %{other.name} of stage {there}, which comes after stage {here} in "
+                    f"{node.meta['phase']}{origin(node)}{AGAIN}"
+                )
 
 
 def check_results(plan: Plan, graph: Graph, axes: Axes, layouts: dict[Value, Layout]) -> None:

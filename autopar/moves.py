@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.layout import Mesh, Step
+from autopar.layout import MICRO, Mesh, Step
 from autopar.passes.buckets import buckets
 from autopar.program import Program
 
@@ -38,20 +38,35 @@ class Moved:
         return Moved(self.tensors + tensors, self.bytes + size, self.calls + calls, self.about or about)
 
 
-def moves(program: Program) -> dict[Key, Moved]:
-    """Everything that one step moves. The copies of parameters at ZeRO 1 and 2 are gathered before forward."""
+def moves(program: Program, stage: int = 0) -> dict[Key, Moved]:
+    """Everything that one step moves by collectives; in a pipeline, on the ranks of one stage.
+
+    The copies of parameters at ZeRO 1 and 2 are gathered before forward.
+    """
     out: dict[Key, Moved] = {}
     mesh, limit = program.plan.mesh, program.plan.bucket_bytes
-    for phase, graph in (("forward", program.refresh), ("forward", program.forward), ("backward", program.backward)):
+    for phase, graph, times in parts(program, stage):
         for node, step in collectives(graph):
             key = step.kind, step.axis, phase
             size, about = elements(step, mesh) * itemsize(node), step.before.rows is not None
-            out[key] = out.get(key, Moved()).plus(1, size, 1, about)
+            out[key] = out.get(key, Moved()).plus(times, times * size, times, about)
         for bucket in buckets(graph, mesh, limit):
             step = bucket.nodes[0].meta["step"]
             key = step.kind, step.axis, phase
-            out[key] = out[key].plus(0, 0, 1 - len(bucket.nodes))
+            out[key] = out[key].plus(0, 0, times * (1 - len(bucket.nodes)))
     return dict(sorted(out.items()))
+
+
+def parts(program: Program, stage: int) -> Iterator[tuple[str, fx.Graph, int]]:
+    """What runs: when, and how often. A pipeline runs its backward before forward returns."""
+    yield "forward", program.refresh, 1
+    if program.pipeline is None:
+        yield "forward", program.forward, 1
+        yield "backward", program.backward, 1
+        return
+    for phase in (program.pipeline.forward, program.pipeline.backward):
+        yield "forward", phase.bodies[stage].graph, program.plan.mesh.size(MICRO)
+        yield "forward", phase.ends[stage].graph, 1
 
 
 def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Step]]:

@@ -40,8 +40,8 @@ def _strategy(node: ast.expr) -> Any:
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name):
         raise ValueError("only names, calls and products are understood")
-    make = getattr(strategies, name.id, None)
-    if not callable(make) or isinstance(make, type) or name.id.startswith("_"):
+    make = getattr(strategies, name.id, None) if name.id in strategies.__all__ else None
+    if make is None or isinstance(make, type):
         raise ValueError(f"there is no strategy {name.id}")
     args = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
     if isinstance(node, ast.Call) and any(k.arg is None for k in node.keywords):

@@ -40,6 +40,7 @@ class Plan:
     parameters  first name -> how it is kept
     costs       seconds and bytes that the planner predicts, by name
     certificate objective, bound, gap, seconds of solving, what else was tried
+    stages      node name -> number of the stage that runs it, where the mesh has an axis of stages
     bucket_bytes  size up to which reductions of gradients, and gathers of a block's parameters, run as one collective
     notes       node name -> its module and what its letters are called, "blocks.0.up: m~0=batch n=heads"; for readers
     """
@@ -53,6 +54,7 @@ class Plan:
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     bucket_bytes: int = 0
     notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    stages: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def diff(self, other: Plan) -> str:
         """What another plan does differently, as text; empty where it is the same."""

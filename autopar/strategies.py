@@ -10,6 +10,7 @@ plan shows it.  Next: `planner/search.py`.
     tensor(4)                 every product of matrices cut along its weight
     megatron(4, sp=True)      heads, hidden width and vocabulary cut; with `sp` the sequence in between
     expert(4)                 the batch cut, and inside expert layers the experts instead
+    pipeline(2)               the model cut into stages, through which microbatches go one after another
     ddp(2) * megatron(4)      a product: one mesh axis (or two) for each
 
 Every strategy rules one mesh axis, and speaks of factors by the names that rules give them: batch, sequence, model (the
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 from torch import fx, ops
 
@@ -29,9 +30,10 @@ from autopar.axes import Axes, letter_names
 from autopar.choices import fills, roles
 from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph, Input
-from autopar.layout import Layout, Mesh
+from autopar.layout import MICRO, STAGE, Layout, Mesh
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.options import shard
+from autopar.planner.stages import without_parameters
 from autopar.planner.units import Restriction
 
 OUTER = frozenset({"batch", "sequence"})
@@ -42,8 +44,8 @@ KEPT = frozenset({"batch", "sequence", "model", "head"})  # what megatron does n
 class Part:
     """What one mesh axis does.
 
-    kind    "data" | "tensor" | "megatron" | "expert"
-    level   data: ZeRO level of the parameters along this axis; `keep`: level 3 gathers once a module
+    kind    "data" | "tensor" | "megatron" | "expert" | "stage" | "micro"
+    level   data, stage: ZeRO level of the parameters along this axis; `keep`: level 3 gathers once a module
     sp      megatron: the sequence is cut between the products
     """
 
@@ -74,6 +76,11 @@ class Strategy:
         names = [p.axis for p in (*self.parts, *other.parts)]
         if len(set(names)) < len(names):
             raise PlanError(f"{self} * {other}: both rule the mesh axis {max(names, key=names.count)!r}")
+        if STAGE in names and any(p.kind == "data" and p.level for p in (*self.parts, *other.parts)):
+            raise PlanError(
+                f"{self} * {other}: the stages of a pipeline store parameters in pieces already, and there is no ZeRO "
+                "beside it yet\n  try: ddp, tensor or megatron in its place"
+            )
         return Strategy(self.parts + other.parts, f"{self.text} * {other.text}")
 
     def __str__(self) -> str:
@@ -81,7 +88,7 @@ class Strategy:
 
     def mesh(self, devices: int) -> Mesh:
         """One mesh axis a part; a part without a size takes the devices that are left."""
-        given = math.prod(p.size for p in self.parts if p.size is not None)
+        given = math.prod(p.size for p in self.parts if p.size is not None and p.axis != MICRO)
         blank = [p for p in self.parts if p.size is None]
         left, rest = divmod(devices, given)
         if rest or (not blank and left != 1):
@@ -97,7 +104,7 @@ class Strategy:
     def restriction(self, graph: Graph, axes: Axes, mesh: Mesh) -> Restriction:
         """What the planner may choose; refuses by name what the model cannot do."""
         self.check(graph, axes, mesh)
-        rules = {part.axis: _op_rule(part, axes, mesh) for part in self.parts}
+        rules = {part.axis: _op_rule(part, graph, axes, mesh) for part in self.parts}
         levels = {p.level for p in self.parts} | {0}
         return Restriction(
             ops=lambda node, axis, role: rules[axis](node, role),
@@ -110,7 +117,7 @@ class Strategy:
         """Refuse a batch or heads that leave a device without a piece."""
         for part in self.parts:
             size = mesh.size(part.axis)
-            if part.kind == "data":
+            if part.kind in ("data", "stage", "micro"):
                 continue
             for node in graph.fx.nodes:
                 if node.target is not None and str(node.target).startswith("autopar.attention") and size > 1:
@@ -120,21 +127,23 @@ class Strategy:
                             f"{self}: {heads} KV heads cannot be cut over {size} devices, some would have none; "
                             f"use at most {heads}" + _from(node)
                         )
-        data = [mesh.size(p.axis) for p in self.parts if p.kind in ("data", "expert")]
+        cutting = [p for p in self.parts if p.kind in ("data", "expert", "micro")]
+        data = [mesh.size(p.axis) for p in cutting]
         for entry in graph.inputs:
             if entry.kind == "input" and axes.labels[entry.node, 0] and "batch" in axes.labels[entry.node, 0][0]:
                 batch = axes.factors[entry.node, 0][0][axes.labels[entry.node, 0][0].index("batch")]
                 rows = batch
                 for size in data:
                     if not fills(rows, size):
+                        over = "microbatches" if cutting[-1].kind == "micro" else "devices"
                         raise UnsupportedError(
                             f"{self}: a batch of {batch} ({entry.name}) cannot be cut over "
-                            f"{' x '.join(map(str, data))} devices, some would have none"
+                            f"{' x '.join(map(str, data))} {over}, some would have none"
                         )
                     rows //= size
 
     def _keeps(self, entry: Input, way: ParameterPlan, axes: Axes, mesh: Mesh) -> bool:
-        data = [p for p in self.parts if p.kind == "data"]
+        data = [p for p in self.parts if p.kind in ("data", "stage", "micro")]
         level = max((p.level for p in data), default=0)
         if not entry.trainable and level in (1, 2):
             level = 0
@@ -204,16 +213,28 @@ def expert(n: int | None = None) -> Strategy:
     return Strategy((Part("expert", "expert", n),), f"expert({'' if n is None else n})")
 
 
+def pipeline(stages: int | None = None, *, microbatches: int = 2) -> Strategy:
+    """Pipeline parallel (GPipe: Huang et al. 2019): forward of all microbatches through the stages, then backward."""
+    if type(microbatches) is not int or microbatches < 1:
+        raise InputError(f"pipeline: microbatches={microbatches!r} is no whole number of at least 1")
+    parts = (Part("stage", STAGE, stages, level=1), Part("micro", MICRO, microbatches))
+    return Strategy(parts, f"pipeline({'' if stages is None else f'{stages}, '}microbatches={microbatches})")
+
+
 # --- what a part allows -----------------------------------------------------------------------------------------------
 
 OpRule = Callable[[fx.Node, str], bool]
+Allows = Callable[[Part, list[str], dict[str, str], Axes, fx.Node], list[str]]
 
 
-def _op_rule(part: Part, axes: Axes, mesh: Mesh) -> OpRule:
+def _op_rule(part: Part, graph: Graph, axes: Axes, mesh: Mesh) -> OpRule:
     """Whether a role of an op is allowed along one axis."""
     size = mesh.size(part.axis)
     known: dict[str, frozenset[str]] = {}
-    allows = {"data": _data, "tensor": _tensor, "megatron": _megatron, "expert": _expert}[part.kind]
+    once = frozenset[str]() if part.kind != "micro" else without_parameters(graph)
+    kinds: dict[str, Allows] = {"data": _data, "tensor": _tensor, "megatron": _megatron, "expert": _expert}
+    kinds |= {"stage": _stage, "micro": partial(_micro, once)}
+    allows = kinds[part.kind]
 
     def allowed(node: fx.Node, role: str) -> bool:
         if node.name not in known:
@@ -234,6 +255,18 @@ def _named(free: list[str], names: dict[str, str], wanted: Callable[[str], bool]
 
 def _data(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
     return _named(free, names, lambda n: n == "batch") or _passing(free)
+
+
+def _stage(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
+    """An op runs whole, in its stage."""
+    return [""]
+
+
+def _micro(
+    once: frozenset[str], part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node
+) -> list[str]:
+    """The batch, except of what no parameter goes into: the number of valid labels is that of the whole batch."""
+    return [""] if node.name in once else _data(part, free, names, axes, node)
 
 
 def _expert(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
@@ -288,9 +321,11 @@ def _inner(parts: tuple[Part, ...], base: Layout, labels: tuple[tuple[str, ...],
 
 def _shows(part: Part, plan: Plan) -> bool:
     position = plan.mesh.names.index(part.axis)
+    if part.kind == "stage":
+        return len(set(plan.stages.values())) == plan.mesh.size(part.axis)
     cuts = any(roles[position] and not roles[position].startswith("+") for roles in plan.ops.values())
     ways = plan.parameters.values()
-    if part.kind == "data":
+    if part.kind in ("data", "micro"):
         stored = any(w.level == part.level and part.axis in w.stored.axes for w in ways)
         return cuts and (part.level == 0 or stored)
     return cuts and any(part.axis in w.stored.axes for w in ways)
@@ -305,4 +340,4 @@ def product(*parts: Strategy) -> Strategy:
     return reduce(lambda a, b: a * b, parts)
 
 
-__all__ = ["Strategy", "ddp", "expert", "fsdp", "hsdp", "megatron", "product", "tensor", "zero"]
+__all__ = ["Strategy", "ddp", "expert", "fsdp", "hsdp", "megatron", "pipeline", "product", "tensor", "zero"]

@@ -44,6 +44,7 @@ def text(plan: Plan) -> str:
     return "\n".join(
         [
             headline(plan),
+            *stage_lines(plan),
             *plan.certificate.get("program", ()),
             *parameter_lines(plan),
             *memory_lines(plan),
@@ -257,6 +258,18 @@ def moved_text(kind: str, axis: str, moved: Moved) -> str:
     return f"{moved.tensors} {kind}({axis}){calls} {size(moved.bytes)}"
 
 
+def stage_lines(plan: Plan) -> Iterator[str]:
+    """The modules of every stage, blocks by their numbers."""
+    places: dict[int, dict[str, None]] = defaultdict(dict)
+    for node, stage in plan.stages.items():
+        module = plan.notes.get(node, "").partition(":")[0]
+        named = block(module)
+        places[stage][f"{named[0]}.{named[1]}" if named else module] = None
+    for stage, names in sorted(places.items()):
+        words = [name for name in names if name]
+        yield f"stage {stage}: {', '.join(words if len(words) < 8 else [*words[:4], '...', *words[-3:]])}"
+
+
 # --- parameters and memory --------------------------------------------------------------------------------------------
 
 
@@ -313,6 +326,8 @@ def certificate_lines(plan: Plan) -> Iterator[str]:
         bound = f"objective {ms(certificate['objective_s'])} ms, bound {ms(certificate['bound_s'])} ms"
         count = f", {certificate['variables']} variables" if "variables" in certificate else ""
         yield f"certificate: {bound}{count}"
+    if plan.stages:
+        yield "certificate: none; the stages are cut into about equal seconds, by a rule outside the programme"
     best = plan.costs.get("step_s", 0.0)
     others = [t for t in certificate.get("tried", ()) if isinstance(t, Mapping) and t.get("mesh") != str(plan.mesh)]
     for entry in sorted(others, key=lambda t: t.get("step_s", float("inf")))[:5]:

@@ -15,7 +15,7 @@ from functools import cache
 import sympy
 
 from autopar.cluster import ClusterSpec, Link
-from autopar.layout import Mesh, Step
+from autopar.layout import MICRO, Mesh, Step
 
 n, b, a, w = sympy.symbols("n b a w", positive=True)
 
@@ -40,10 +40,10 @@ def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> flo
 
 
 def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:
-    """Seconds of one step of a conversion; slices, and terms that are zero elsewhere, cost a pass over their result."""
+    """Seconds of one step of a conversion; what moves nothing between devices costs a pass over its result."""
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
     launch = cluster.device.launch_s
-    if step.free:
+    if step.free or step.axis == MICRO:
         return launch + after / cluster.device.memory_bytes_per_s
     return launch + collective_s(step.kind, max(before, after), mesh.size(step.axis), cluster.link(mesh, step.axis))
 

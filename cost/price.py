@@ -6,6 +6,7 @@ Next: `autopar/planner/program.py`, whose objective is this sum.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.axes import Axes
@@ -15,6 +16,7 @@ from autopar.cost.comm import step_s
 from autopar.cost.compute import node_s
 from autopar.cost.memory import Memory
 from autopar.graph import Graph
+from autopar.layout import MICRO, STAGE
 from autopar.program import Program
 from autopar.rules.core import operands, results
 
@@ -32,7 +34,8 @@ def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> M
     """Seconds of one step: "compute_s", "communication_s" and their sum "step_s".
 
     Every op of `graph` that the program runs is priced under its choice, also one emitted as a small subgraph; every
-    collective, slice and term made pending is priced as the step that it is.
+    collective, slice and term made pending is priced as the step that it is. In a pipeline of p stages m microbatches
+    take as long as m + p - 1 in the slowest stage (Huang et al. 2019); what is sent between stages is not priced.
     """
     mesh, nodes = program.plan.mesh, graph.nodes
     origins: dict[str, None] = {}
@@ -43,7 +46,7 @@ def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> M
                 communication += step_s(node.meta["step"], node.meta["val"].dtype.itemsize, mesh, cluster)
             if node.op == "call_function" and node.meta.get("origin") in axes.instances:
                 origins[node.meta["origin"]] = None
-    compute = 0.0
+    compute: dict[int, float] = defaultdict(float)
     for name in origins:
         node = nodes[name]
         choice = choice_of(axes, node, program.plan.ops[name], mesh)
@@ -52,5 +55,13 @@ def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> M
         reads = [v[0] if isinstance(v, (tuple, list)) else v for v in reads]
         tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
         tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
-        compute += node_s(node, axes.instances[name], choice.roles, tensors, mesh, cluster)
-    return {"compute_s": compute, "communication_s": communication, "step_s": compute + communication}
+        compute[program.plan.stages.get(name, 0)] += node_s(
+            node, axes.instances[name], choice.roles, tensors, mesh, cluster
+        )
+    slowest = max(compute.values(), default=0.0)
+    turns = mesh.size(MICRO) + mesh.size(STAGE) - 1 if program.plan.stages else 1
+    return {
+        "compute_s": turns * slowest,
+        "communication_s": communication,
+        "step_s": turns * slowest + communication,
+    }

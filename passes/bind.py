@@ -10,7 +10,7 @@ import torch
 from torch import fx, ops
 
 from autopar._torch import boxed
-from autopar.layout import Mesh
+from autopar.layout import MICRO, STAGE, Mesh
 from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.fuse_bias import fuse_bias
 from autopar.passes.lower import Lowering
@@ -36,6 +36,10 @@ class Bound:
     forward: fx.GraphModule
     backward: fx.GraphModule
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        return self.forward.graph, self.backward.graph
+
 
 @uncollected()
 def bind(
@@ -54,6 +58,43 @@ def bind(
     """
     binder = _Binder(program, dict(coordinate), groups, torch.device(device))
     return Bound(binder.run(program.refresh), binder.run(program.forward), binder.run(program.backward))
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """What one rank of a pipeline runs: a body for every microbatch, an end for all of them."""
+
+    refresh: fx.GraphModule
+    forward: tuple[fx.GraphModule, ...]
+    forward_end: fx.GraphModule
+    backward: tuple[fx.GraphModule, ...]
+    backward_end: fx.GraphModule
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        parts = (*self.forward, self.forward_end, *self.backward, self.backward_end)
+        return tuple(part.graph for part in parts)
+
+
+@uncollected()
+def bind_stage(
+    program: Program, coordinate: Mapping[str, int], groups: Mapping[str, str], device: torch.device | str = "cpu"
+) -> BoundStage:
+    """As `bind`, for one rank of a pipeline: microbatches are positions on an axis, and perhaps of different sizes."""
+    assert program.pipeline is not None, "the program has no stages"
+    stage = coordinate[STAGE]
+    at = [
+        _Binder(program, {**coordinate, MICRO: index}, groups, torch.device(device))
+        for index in range(program.plan.mesh.size(MICRO))
+    ]
+    forward, backward = program.pipeline.forward, program.pipeline.backward
+    return BoundStage(
+        at[0].run(program.refresh),
+        tuple(binder.run(forward.bodies[stage].graph) for binder in at),
+        at[0].run(forward.ends[stage].graph),
+        tuple(binder.run(backward.bodies[stage].graph) for binder in at),
+        at[0].run(backward.ends[stage].graph),
+    )
 
 
 def is_vector(node: fx.Node) -> bool:

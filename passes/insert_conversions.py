@@ -11,7 +11,7 @@ from autopar.axes import Axes, computes, is_getitem, source
 from autopar.choices import choice_of
 from autopar.errors import PlanError
 from autopar.graph import Graph, Input
-from autopar.layout import Layout, Step, conversion
+from autopar.layout import MICRO, Layout, Step, conversion
 from autopar.passes.lower_rows import moves_rows
 from autopar.passes.markers import COLLECTIVES
 from autopar.plan import Plan
@@ -158,6 +158,6 @@ class _Inserter:
         elif output.kind == "gradient":
             layout = self.plan.parameters[output.name].stored
         else:
-            layout = layout.settled()
+            layout = layout.settled().without(MICRO)
         phase = "backward" if "gradient" in output.kind else "forward"
         return self.converted(node, layout, phase, node.meta.get("module", ""))

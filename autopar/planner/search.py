@@ -18,12 +18,13 @@ from autopar.cost.memory import Memory
 from autopar.cost.price import bill
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
-from autopar.layout import Mesh
+from autopar.layout import STAGE, Mesh
 from autopar.pins import NONE, Pins
 from autopar.plan import ParameterPlan, Plan
 from autopar.planner.budget import Budgeted, Found, Smallest
 from autopar.planner.pinned import Pinned
 from autopar.planner.program import Programme
+from autopar.planner.stages import stages
 from autopar.planner.units import FREE, Problem, Restriction, problem
 from autopar.uncollected import uncollected
 
@@ -221,7 +222,11 @@ def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
 def finished(made: Problem, programme: Programme, found: Found, budget: float) -> Plan:
     """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
-    costs = bill(found.program, found.memory, made.graph, made.axes, made.cluster, budget)
+    plan, program = found.plan, found.program
+    if STAGE in plan.mesh.names:
+        plan = replace(plan, stages=MappingProxyType(stages(made.graph, made.axes, plan, made.cluster)))
+        program = replace(program, plan=plan)
+    costs = bill(program, found.memory, made.graph, made.axes, made.cluster, budget)
     solution, step_s = found.solution, costs["step_s"]
     certificate = {
         "objective_s": step_s,
@@ -233,9 +238,11 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float) -
         "rows": programme.model.rows,
         "programme_s": solution.objective,
     }
+    if plan.stages:  # cut by a rule outside the programme, whose bound is none for the whole
+        certificate = {key: value for key, value in certificate.items() if key not in ("objective_s", "bound_s", "gap")}
     spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
     return replace(
-        found.plan,
+        plan,
         costs=MappingProxyType(costs),
         certificate=MappingProxyType(certificate),
         bucket_bytes=min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import local_of
 from autopar.errors import PlanError, UnsupportedError
 from autopar.graph import Graph, Input
-from autopar.passes import bind
+from autopar.passes import bind, bind_stage
 from autopar.placements import piece
 from autopar.plan import Plan
 from autopar.runtime.attributes import Watched
@@ -27,6 +27,7 @@ from autopar.runtime.compiler import Compiler
 from autopar.runtime.copies import Copies
 from autopar.runtime.guards import Call, Key, TensorLeaf, agreed, key_of_graph, mode
 from autopar.runtime.parameters import Slots
+from autopar.runtime.pipeline import PipelineStep
 from autopar.runtime.spread import layout_of, spread
 from autopar.runtime.step import Frame, Place, Step
 from autopar.runtime.world import World, device_mesh, group_names
@@ -194,7 +195,7 @@ class Engine:
 
     def settle(self, model: nn.Module, plan: Plan) -> None:
         """Make the first plan's mesh and spread parameters as it stores them."""
-        mesh, size = plan.mesh, self.world.size
+        mesh, size = plan.mesh.space, self.world.size
         if mesh.devices != size:
             raise PlanError(
                 f"the plan is for {mesh}, which is {mesh.devices} devices; {size} processes are running"
@@ -212,8 +213,11 @@ class Engine:
         place = self.settled()
         with self.world.agreeing("emitting the program"):
             program = self.compiler.emit(graph, plan)
-            bound = bind(program, dict(place.coordinate), group_names(place.device_mesh), place.device)
-        step = Step(program, bound, place)
+            groups, where = group_names(place.device_mesh), dict(place.coordinate)
+            if program.pipeline is None:
+                step = Step(program, bind(program, where, groups, place.device), place)
+            else:
+                step = PipelineStep(program, bind_stage(program, where, groups, place.device), place)
         again = [known for known in self.programs if replace(known, state=0) == replace(key, state=0)]
         if again and graph.reads:
             log.info("another program for this call: %s", self.watched.differences() or "other attributes")

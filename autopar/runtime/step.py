@@ -22,7 +22,7 @@ from autopar._torch import backward_keeps_graph, below_autograd, local_of, plain
 from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
-from autopar.passes import Bound
+from autopar.passes import Bound, BoundStage
 from autopar.placements import distribute, placeable, placements, together
 from autopar.program import Program
 from autopar.tree import unflatten
@@ -70,7 +70,7 @@ class Step:
     """A program ready to run on this rank."""
 
     program: Program
-    bound: Bound
+    bound: Bound | BoundStage
     place: Place
 
     @cached_property
@@ -116,7 +116,7 @@ class Step:
     @cached_property
     def plain(self) -> bool:
         """Whether every op is torch's own or ours; opaque modules and other libraries' ops may use autograd inside."""
-        return plain_ops(self.bound.forward.graph, self.bound.backward.graph)
+        return plain_ops(*self.bound.graphs)
 
     def wants(self, kind: str, name: str) -> int | None:
         """Position of a gradient among the results of backward; None if it is always zero or not computed."""
@@ -133,17 +133,25 @@ class Step:
                 heads = _Run.apply(self, frame, buffers, *differentiable)  # type: ignore[no-untyped-call]
             else:
                 with torch.no_grad():
-                    heads, _ = self.forward(frame, buffers)
+                    heads, _ = self.forward(frame, buffers, differentiate=False)
         return heads, buffers
 
-    def forward(self, frame: Frame, buffers: dict[str, Tensor]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    def forward(
+        self, frame: Frame, buffers: dict[str, Tensor], differentiate: bool
+    ) -> tuple[tuple[Any, ...], list[Any]]:
         """Run the forward program: (what the user gets, what backward needs)."""
+        assert isinstance(self.bound, Bound)
         with below_autograd(self.plain):
             out = list(self.bound.forward(frame.values))
+        return self.handed_out(out[: len(self.results)], buffers), out[len(self.results) :]
+
+    def handed_out(self, results: Sequence[Tensor | None], buffers: dict[str, Tensor]) -> tuple[Any, ...]:
+        """What the user gets; new values of buffers are put beside."""
         heads: list[Any] = []
-        for output, value in zip(self.results, out, strict=False):
+        for output, value in zip(self.results, results, strict=True):
             layout = self.layouts[output.kind, output.name]
             if output.kind == "buffer":
+                assert value is not None
                 buffers[output.name] = value
             elif value is None or output.kind == "loss":
                 heads.append(None if value is None else value.detach())
@@ -151,21 +159,16 @@ class Step:
                 value = value.detach()
                 # a number is the same on every rank, and needs no DTensor to say so
                 heads.append(value if layout is None or not value.dim() else self.place.hand_out(value, layout))
-        return tuple(heads), out[len(self.results) :]
+        return tuple(heads)
 
-    def backward(self, saved: list[Tensor], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
+    def backward(self, saved: list[Any], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
         """Gradients in the order of `gradients`, as DTensors; `saved` is emptied.
 
         owned   storages that others hold; no gradient may lie in one
         """
+        assert isinstance(self.bound, Bound)
+        self.refuse_foreign(incoming)
         names = [head.name for head in self.heads]
-        kinds = {entry.name for entry in self.tangents}
-        for head, gradient in zip(self.heads, incoming, strict=True):
-            if gradient is not None and head.name not in kinds:
-                raise UnsupportedError(
-                    f"a gradient reached {head.name}, which the program returns without one; only the loss has one\n"
-                    "  try: put what you compute from it into the model's forward or into loss_fn"
-                )
         nodes = self.program.graph.nodes
         for entry in self.tangents:
             layout = self.program.input_layouts[entry.node]
@@ -174,9 +177,19 @@ class Step:
             owned.add(_storage(saved[-1]))
         with torch.autocast(self.place.device.type, enabled=False), below_autograd(self.plain):
             results = list(self.bound.backward(saved))
-        return [self._gradient(i, value, owned) for i, value in enumerate(results)]
+        return [self.gradient(i, value, owned) for i, value in enumerate(results)]
 
-    def _gradient(self, index: int, value: Tensor | None, owned: set[int]) -> Tensor | None:
+    def refuse_foreign(self, incoming: Sequence[Any]) -> None:
+        """Only what backward starts from may get a gradient."""
+        kinds = {entry.name for entry in self.tangents}
+        for head, gradient in zip(self.heads, incoming, strict=True):
+            if gradient is not None and head.name not in kinds:
+                raise UnsupportedError(
+                    f"a gradient reached {head.name}, which the program returns without one; only the loss has one\n"
+                    "  try: put what you compute from it into the model's forward or into loss_fn"
+                )
+
+    def gradient(self, index: int, value: Tensor | None, owned: set[int]) -> Tensor | None:
         """One result as autograd takes it: in storage of its own, since autograd adds to it in place."""
         output, layout = self.gradients[index]
         if value is None:
@@ -215,7 +228,7 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, step: Step, frame: Frame, buffers: dict[str, Tensor], *_: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.owned = {_storage(value) for value in frame.values}
-        heads, saved = step.forward(frame, buffers)
+        heads, saved = step.forward(frame, buffers, differentiate=True)
         ctx.step, ctx.wanted = step, frame.gradients_for
         ctx.saved = saved
         ctx.versions = [_version(tensor) for tensor in saved]

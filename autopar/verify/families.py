@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.layout import STAGE
 from autopar.plan import ParameterPlan, Plan
 
 Counted = Mapping[tuple[str, str, str], tuple[int, int]]
@@ -21,12 +22,14 @@ class Family:
 
     make      (ranks of the first axis, ranks of the second) -> strategy; None is the planner's own choice
     mixed     it needs two mesh axes, so a world that is no prime
+    named     only where it is asked for by name
     shows     what a plan and its running collectives must have
     """
 
     make: Callable[[int, int], Any]
     shows: Callable[[Plan, Counted], bool]
     mixed: bool = False
+    named: bool = False
 
 
 def split(world: int) -> tuple[int, int]:
@@ -36,8 +39,13 @@ def split(world: int) -> tuple[int, int]:
 
 
 def names(world: int) -> list[str]:
-    """Families that exist on this many ranks."""
-    return [name for name, family in FAMILIES.items() if not family.mixed or split(world)[1] > 1]
+    """Families that exist on this many ranks, but for those that are only tried by name."""
+    return [name for name, family in FAMILIES.items() if exists(name, world) and not family.named]
+
+
+def exists(name: str, world: int) -> bool:
+    """Whether a family has the mesh axes that it needs."""
+    return not FAMILIES[name].mixed or split(world)[1] > 1
 
 
 def strategy(name: str, world: int) -> Any:
@@ -101,6 +109,11 @@ def exchanged(plan: Plan, counted: Counted) -> bool:
     return cut(plan, counted) and ran(counted, "all_to_all", "forward") and ran(counted, "all_to_all", "backward")
 
 
+def staged(plan: Plan, counted: Counted) -> bool:
+    """Every stage has ops of its own."""
+    return len(set(plan.stages.values())) == plan.mesh.size(STAGE)
+
+
 def anything(plan: Plan, counted: Counted) -> bool:
     return True
 
@@ -125,5 +138,6 @@ FAMILIES: Mapping[str, Family] = {
     "zero3 x megatron": Family(
         lambda n, m: _strategies().zero(3, n) * _strategies().megatron(m, sp=True), cut_and_gathered, mixed=True
     ),
+    "pipeline": Family(lambda n, _: _strategies().pipeline(n, microbatches=3), staged, named=True),
     "auto": Family(lambda n, _: None, anything),
 }

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from autopar import files
 from autopar.axes import Axes, analyse
 from autopar.graph import Graph
+from autopar.layout import STAGE
 from autopar.moves import Moved, moves
 from autopar.plan import Plan
 from autopar.program import Program
@@ -96,7 +97,13 @@ def check(
 
         train(module, built.args, built.kwargs, optimizer, steps=steps, see=see, during=during, after=after)
     counted = {key: (number, counts.bytes[key]) for key, number in counts.calls.items()}
-    return Finding(comparison.finish(), counted, moves(program_of(module)), sum(counts.flops.values()), memory)
+    return Finding(
+        comparison.finish(),
+        counted,
+        moves(program_of(module), module._autopar.settled().coordinate.get(STAGE, 0)),
+        sum(counts.flops.values()),
+        memory,
+    )
 
 
 def restarter(module: Any) -> Callable[[], None]:

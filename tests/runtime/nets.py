@@ -14,12 +14,15 @@ from torch.nn import functional as F
 
 from autopar.axes import analyse
 from autopar.capture import capture
+from autopar.cluster import ClusterSpec
 from autopar.layout import Layout, Mesh
 from autopar.passes import copy_views
 from autopar.plan import ParameterPlan, Plan
+from autopar.planner import plan as planned
 from autopar.planner import random_plan
 from autopar.planner.options import shard
 from autopar.runtime.module import ParallelModule
+from autopar.strategies import pipeline
 
 
 @dataclass
@@ -91,10 +94,16 @@ def zero(graph: Any, level: int) -> Plan:
 
 
 def deliver(model: nn.Module, args: Any, kwargs: Any, how: str) -> tuple[ParallelModule, nn.Module]:
-    """The module under a plan ("zero2", "random7"), and the single device's copy of the model."""
+    """The module under a plan ("zero2", "random7", "pipeline"), and the single device's copy of the model."""
     single = copy.deepcopy(model)
     graph = copy_views(capture(model, args, kwargs))
-    plan = zero(graph, int(how[-1])) if how.startswith("zero") else random_plan(graph, None, meshes(), int(how[6:]))
+    if how == "pipeline":
+        world = dist.get_world_size()
+        plan = planned(graph, ClusterSpec.preset("cpu-gloo", devices=world), strategy=pipeline(microbatches=3))
+    elif how.startswith("zero"):
+        plan = zero(graph, int(how[-1]))
+    else:
+        plan = random_plan(graph, None, meshes(), int(how[6:]))
     return ParallelModule(model, graph, plan), single
 
 

@@ -11,7 +11,7 @@ from autopar.errors import UnsupportedError
 from autopar.verify.pool import Pool
 from tests.runtime.nets import Net, Out, deliver, gap, gradients_gap, net, parameters_gap
 
-HOW = ("zero0", "zero1", "zero2", "zero3", "random1", "random2", "random3")
+HOW = ("zero0", "zero1", "zero2", "zero3", "random1", "random2", "random3", "pipeline")
 TINY = 1e-12
 
 
@@ -95,7 +95,7 @@ def structure(how: str) -> None:
     assert int(ours.calls) == int(single.calls) == 1 and ours.cache is ours.cache2
 
 
-@pytest.mark.parametrize("how", ("zero2", "random1"))
+@pytest.mark.parametrize("how", ("zero2", "random1", "pipeline"))
 def test_types_names_and_attributes_are_the_models_own(ranks: Pool, how: str) -> None:
     ranks.run(structure, how, world=2)
 
