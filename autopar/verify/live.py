@@ -31,6 +31,8 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
     def count(self, tensor: Tensor) -> None:
         local = getattr(tensor, "to_local", None)
         storage = (tensor if local is None else local()).untyped_storage()
+        if storage.device.type == "meta":  # of a fake tensor, with which DTensor asks what an op would give
+            return
         key, size = storage.data_ptr(), storage.nbytes()
         if key and key not in self.seen:
             self.seen.add(key)
