@@ -150,9 +150,9 @@ def divisible() -> tuple[Llama, tuple[Tensor, ...]]:
     return build(b=12, s=8, v=48, d=36, h=24, g=12, e=2, f=60, layers=2)
 
 
-def llama3_8b(layers: int = 32) -> tuple[Llama, tuple[Tensor, ...]]:
-    """The published shape of Llama 3 8B, on meta, with one sequence of 4096."""
+def llama3_8b(layers: int = 32, b: int = 1, s: int = 4096) -> tuple[Llama, tuple[Tensor, ...]]:
+    """The published shape of Llama 3 8B, on meta."""
     with torch.device("meta"):
         model = Llama(v=128256, d=4096, h=32, g=8, e=128, f=14336, layers=layers, dropout=0.0)
-    ids = torch.zeros(1, 4096, dtype=torch.int64, device="meta")
+    ids = torch.zeros(b, s, dtype=torch.int64, device="meta")
     return model, (ids, ids)
