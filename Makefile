@@ -35,7 +35,7 @@ test: $(STAMP)  ## every model, family and world at least once (< 15 min): tests
 	$(BIN)/python -m pytest -q -m "ranks and not slow and not gpu" && exit $$alone
 
 parity: $(STAMP)  ## the whole parity matrix (< 60 min)
-	$(BIN)/python -m pytest -q tests/parity -m "not gpu"
+	$(BIN)/python -m pytest -q tests/parity tests/test_benchmarks.py -m "not gpu"
 
 lint: $(STAMP)  ## ruff and strict mypy
 	$(BIN)/ruff check .

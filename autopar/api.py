@@ -33,6 +33,7 @@ from autopar.program import Program
 from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.world import World, join
+from autopar.strategies import microbatched, staged
 from autopar.text import listed
 
 log = logging.getLogger("autopar")
@@ -190,13 +191,14 @@ class Compiler:
         from autopar.planner import plan as search
 
         kept = None if stored is None else kept_in(self.axes(graph), graph, stored)
+        mesh = None if stored is None else microbatched(stored.mesh, graph, self.axes(graph))
 
         def solve() -> Plan:
             found = search(
                 graph,
                 self.cluster,
-                mesh=None if stored is None else stored.mesh,
-                strategy=self.strategy if stored is None else None,
+                mesh=mesh,
+                strategy=self.strategy if mesh is None else staged(mesh),
                 pins=self.pins if stored is None else NONE,
                 memory_bytes=self.memory_bytes,
                 optimizer=self.optimizer,

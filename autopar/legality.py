@@ -141,13 +141,21 @@ def check_stages(plan: Plan, graph: Graph) -> None:
     """Every op has a stage where the mesh has an axis of them; forward goes to later ones, backward to earlier."""
     count = plan.mesh.size(STAGE) if STAGE in plan.mesh.names else 0
     if not count:
-        if plan.stages:
+        if plan.stages or MICRO in plan.mesh.names:
             raise PlanError(f"stages: {plan.mesh} has no axis {STAGE}{AGAIN}")
         return
     if MICRO not in plan.mesh.names:
         raise PlanError(f"mesh: {plan.mesh} has stages, but no axis {MICRO} of microbatches{AGAIN}")
-    once = without_parameters(graph)
+    for name, kept in plan.parameters.items():
+        if MICRO in kept.home.axes | kept.stored.axes or STAGE in kept.home.axes or kept.level > 1:
+            raise PlanError(
+                f"parameters.{name}: in a pipeline its level is 0 or 1, stages alone cut what is stored, neither they "
+                f"nor microbatches cut what is computed with{AGAIN}"
+            )
+    once, at = without_parameters(graph), plan.mesh.names.index(STAGE)
     for node in graph.fx.nodes:
+        if plan.ops.get(node.name, ("",) * (at + 1))[at]:
+            raise PlanError(f"ops.{node.name}: an op runs in one stage, its role along {STAGE} is empty{AGAIN}")
         if node.op != "call_function" or node.name in once:
             continue
         here = plan.stages.get(node.name, -1)

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.errors import InputError
 from autopar.files import read_layout
-from autopar.layout import Layout, Mesh
+from autopar.layout import MICRO, STAGE, Layout, Mesh
 
 WORD = re.compile(r"(?:([\w.~]+)@)?(\w+)")
 ANYTHING = "*"
@@ -173,6 +173,11 @@ class Pins:
     def pinned_mesh(self, devices: int) -> Mesh:
         """The mesh as pinned; devices that are left make up one more axis, `data` or `model`."""
         sizes, count = dict(self.mesh), 1
+        if taken := sizes.keys() & {STAGE, MICRO}:
+            raise InputError(
+                f"{self.where}: mesh: the axis {min(taken)} is that of a pipeline\n"
+                "  try: strategy=autopar.strategies.pipeline(...), and another name here"
+            )
         for size in sizes.values():
             count *= size
         free = [name for name in ("data", "model") if name not in sizes]

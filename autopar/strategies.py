@@ -107,7 +107,7 @@ class Strategy:
         rules = {part.axis: _op_rule(part, graph, axes, mesh) for part in self.parts}
         levels = {p.level for p in self.parts} | {0}
         return Restriction(
-            ops=lambda node, axis, role: rules[axis](node, role),
+            ops=lambda node, axis, role: axis not in rules or rules[axis](node, role),
             parameters=lambda entry, way: self._keeps(entry, way, axes, mesh),
             levels=tuple(sorted(levels)),
             what=str(self),
@@ -219,6 +219,27 @@ def pipeline(stages: int | None = None, *, microbatches: int = 2) -> Strategy:
         raise InputError(f"pipeline: microbatches={microbatches!r} is no whole number of at least 1")
     parts = (Part("stage", STAGE, stages, level=1), Part("micro", MICRO, microbatches))
     return Strategy(parts, f"pipeline({'' if stages is None else f'{stages}, '}microbatches={microbatches})")
+
+
+def staged(mesh: Mesh) -> Strategy | None:
+    """What holds on a mesh whatever else is free: an axis of stages runs stages, one of microbatches microbatches."""
+    if STAGE not in mesh.names:
+        return None
+    return pipeline(mesh.size(STAGE), microbatches=mesh.size(MICRO))
+
+
+def microbatched(mesh: Mesh, graph: Graph, axes: Axes) -> Mesh:
+    """The mesh for another call of a module: as many microbatches, at most those of the first, as the batch gives."""
+    if MICRO not in mesh.names:
+        return mesh
+    for count in range(mesh.size(MICRO), 0, -1):
+        fewer = Mesh(mesh.names, tuple(count if n == MICRO else s for n, s in zip(mesh.names, mesh.sizes, strict=True)))
+        try:
+            pipeline(mesh.size(STAGE), microbatches=count).check(graph, axes, fewer)
+        except UnsupportedError:
+            continue
+        return fewer
+    return mesh
 
 
 # --- what a part allows -----------------------------------------------------------------------------------------------

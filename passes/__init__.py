@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autopar.axes import Axes
 from autopar.graph import Graph
-from autopar.passes.bind import Bound, BoundStage, bind, bind_stage
+from autopar.passes.bind import Bound, BoundStage, bind, bind_stage, lowered
 from autopar.passes.copy_views import copy_views
 from autopar.passes.cut_stages import cut_stages
 from autopar.passes.expand_local import expand_local
@@ -40,6 +40,7 @@ __all__ = [
     "emit",
     "expand_local",
     "insert_conversions",
+    "lowered",
     "split_phases",
     "verify",
 ]

@@ -60,6 +60,13 @@ def bind(
     return Bound(binder.run(program.refresh), binder.run(program.forward), binder.run(program.backward))
 
 
+@uncollected()
+def lowered(program: Program, coordinate: Mapping[str, int], groups: Mapping[str, str]) -> tuple[fx.Graph, fx.Graph]:
+    """Forward and backward as `bind` makes them, on CPU, not yet compiled to Python."""
+    binder = _Binder(program, dict(coordinate), groups, torch.device("cpu"))
+    return binder.lowered(program.forward), binder.lowered(program.backward)
+
+
 @dataclass(frozen=True)
 class BoundStage:
     """What one rank of a pipeline runs: a body for every microbatch, an end for all of them."""
@@ -127,6 +134,10 @@ class _Binder:
         return self.program.plan.mesh
 
     def run(self, graph: fx.Graph) -> fx.GraphModule:
+        fresh = self.lowered(graph)
+        return fx.GraphModule(self.attributes(fresh), boxed(fresh))
+
+    def lowered(self, graph: fx.Graph) -> fx.Graph:
         fresh = fx.Graph()
         lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups)
         env: dict[fx.Node, Any] = {}
@@ -152,7 +163,7 @@ class _Binder:
         fuse_bias(fresh)
         if self.device.type != SERIAL:
             sink_waits(fresh, in_flight=1 if self.program.plan.bucket_bytes else 0)
-        return fx.GraphModule(self.attributes(fresh), boxed(fresh))
+        return fresh
 
     def step(self, node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> fx.Node:
         """A step of a conversion; rows of expert layers have a way of their own."""

@@ -28,20 +28,18 @@ def cut_stages(program: Program) -> Program:
     What no parameter goes into is computed by every stage that needs it. A sum over the microbatches is there when all
     have run; a model that needs one before is refused.
 
+    Without a loss there is nothing that backward could start from by itself, and only forward is cut.
+
     Needs: a stage for every op that a parameter goes into.  Leaves: `program.pipeline`; a plan without stages as it is.
     """
     if not program.plan.stages:
         return program
-    if any(entry.kind == "output" for entry in program.graph.outputs if entry.name in tangents_of(program)):
-        raise UnsupportedError(
-            "a pipeline runs backward by itself, but this model returns no loss\n"
-            "  try: loss_fn=, or a strategy without a pipeline"
-        )
     count = program.plan.mesh.size(STAGE)
     held = {entry.node: HELD for entry in program.graph.inputs if entry.kind in ("parameter", "tangent")}
     ahead = _Phase(program.forward, program.plan.stages, count, held)
     saved = [ahead.named[name] for name in program.saved]
-    back = _Phase(program.backward, program.plan.stages, count, held | {n.name: ahead.stage[n] for n in saved})
+    late = program.backward if starts_from_loss(program) else nothing()
+    back = _Phase(late, program.plan.stages, count, held | {n.name: ahead.stage[n] for n in saved})
     for result in back.results:
         back.want_result(result)
     for result in ahead.results[: -len(saved) or None]:
@@ -59,8 +57,8 @@ def cut_stages(program: Program) -> Program:
 def hand_over(saved: Sequence[fx.Node], ahead: _Phase, back: _Phase) -> None:
     """Let every stage's forward have what its backward reads."""
     for node in saved:
-        user = next(iter(back.named[node.name].users), None)
-        if node in ahead.late:
+        user = next(iter(back.named[node.name].users), None) if node.name in back.named else None
+        if node in ahead.late and user is not None:
             raise refusal(node, user)
         for stage in range(back.count):
             ends_only = back.taken.get((node.name, stage))
@@ -258,9 +256,17 @@ def refusal(node: fx.Node, user: fx.Node | None) -> UnsupportedError:
     )
 
 
-def tangents_of(program: Program) -> set[str]:
-    """Names of the outputs that a gradient may come in for."""
-    return {entry.name for entry in program.graph.inputs if entry.kind == "tangent"}
+def starts_from_loss(program: Program) -> bool:
+    """Whether backward starts from a loss alone."""
+    heads = {o.name for o in program.graph.outputs if o.kind == "loss"}
+    return all(entry.name in heads for entry in program.graph.inputs if entry.kind == "tangent")
+
+
+def nothing() -> fx.Graph:
+    """A graph without results."""
+    graph = fx.Graph()
+    graph.output(())
+    return graph
 
 
 def settles(node: fx.Node) -> bool:

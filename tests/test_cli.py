@@ -136,7 +136,7 @@ def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
 
 
 def test_verify_names_families_that_do_not_exist_here() -> None:
-    for families in ("pipeline", "hsdp"):
+    for families in ("nonsense", "hsdp"):
         done = autopar("verify", "autopar.models.mlp:tiny", "--world", "3", "--families", families)
         assert done.returncode == 2
         assert families in done.stderr

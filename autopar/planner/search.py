@@ -90,6 +90,7 @@ def plan(
             known.tried.append({"mesh": str(candidate), "untried": "the time limit was reached"})
             continue
         try:
+            check_whole(candidate, known.local)
             restriction = restricted(graph, axes, candidate, strategy, pins, stored)
             made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
         except UnsupportedError as error:
@@ -109,7 +110,7 @@ def plan(
             raise NoPlan(f"{error}{blamed}", error.needed_bytes, error.budget_bytes) from None
     found = known.best
     assert found is not None
-    if strategy is not None and not strategy.shows(found):
+    if strategy is not None and stored is None and not strategy.shows(found):
         raise UnsupportedError(f"{strategy} finds nothing to cut in this model on {found.mesh}")
     total = {"seconds": time.monotonic() - started, "tried": known.tried}
     return replace(found, certificate=MappingProxyType({**found.certificate, **total}))
@@ -141,6 +142,14 @@ def conflict(pins: Pins, plan_with: Callable[..., Plan], time_limit: float) -> s
         if time.monotonic() < stop and not fits(kept.without(pin)):
             kept = kept.without(pin)
     return f"\n  it fits without {' or without '.join(map(str, kept.all))}"
+
+
+def check_whole(mesh: Mesh, local: Iterable[str]) -> None:
+    """Every stage of a pipeline takes its microbatches from the whole batch."""
+    if STAGE in mesh.names and any(True for _ in local):
+        raise UnsupportedError(
+            "a pipeline needs the whole batch on every rank, and an input is Local\n  try: pass the global batch"
+        )
 
 
 def restricted(

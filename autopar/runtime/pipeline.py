@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar._torch import below_autograd
+from autopar.errors import UnsupportedError
 from autopar.layout import MICRO, STAGE, Layout, Mesh
 from autopar.layout import Step as Conversion
 from autopar.passes import BoundStage
@@ -59,10 +60,19 @@ class PipelineStep(Step):
         assert self.program.pipeline is not None
         return self.program.pipeline
 
+    @cached_property
+    def names_of_tangents(self) -> frozenset[str]:
+        return frozenset(entry.name for entry in self.tangents)
+
     def forward(
         self, frame: Frame, buffers: dict[str, Tensor], differentiate: bool
     ) -> tuple[tuple[Any, ...], list[Any]]:
         """Run the schedule: (what the user gets, the gradients of the loss)."""
+        if differentiate and any(head.kind != "loss" and head.name in self.names_of_tangents for head in self.heads):
+            raise UnsupportedError(
+                "a pipeline runs backward by itself, but the model returns no loss here\n"
+                "  try: loss_fn=, torch.no_grad() for evaluation, or a strategy without a pipeline"
+            )
         values = dict(zip(self.program.forward_inputs, frame.values, strict=True))
         frame.values.clear()
         for loss in self.tangents:

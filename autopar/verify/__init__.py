@@ -7,5 +7,5 @@ In: a model, a number of ranks, plan families.  Out: the largest error of every 
     compare.py     what an error is         count.py       collectives and flops that really ran
     families.py    what to force            pool.py        ranks that stay alive
 
-`rule.py` proves rules of ops, by `cuts.py`, with ranks that are threads of one process (`simulate.py`).
+`rule.py` proves rules of ops, by `cuts.py`, with ranks that take turns in one process (`simulate.py`).
 """

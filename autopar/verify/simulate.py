@@ -1,19 +1,19 @@
-"""Run a program's ranks as threads of this process, with collectives done in memory.
+"""Run a program's ranks in turns in this process, with collectives done in memory.
 
 In: a `Program` and whole inputs.  Out: what every rank computes, and the whole tensors they stand for.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, ops
 
 from autopar.layout import Layout, Mesh
-from autopar.passes import bind
+from autopar.passes import lowered
 from autopar.program import Program
 
 c10d = ops._c10d_functional
@@ -73,92 +73,111 @@ def whole(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     return out.reshape(layout.shape)
 
 
-class Exchange:
-    """A barrier and a board per process group."""
+@dataclass(frozen=True)
+class Post:
+    """What one rank puts into a collective: its place in the group, of how many, and the value."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.boards: dict[str, list[Any]] = {}
-        self.barriers: dict[str, threading.Barrier] = {}
-        for rank in range(mesh.devices):
-            for axis in mesh.names:
-                name = self.group(axis, mesh.coordinate(rank))
-                self.boards.setdefault(name, [None] * mesh.size(axis))
-                self.barriers.setdefault(name, threading.Barrier(mesh.size(axis), timeout=30))
-
-    def group(self, axis: str, coordinate: Mapping[str, int]) -> str:
-        return axis + ":" + ",".join(f"{a}={c}" for a, c in coordinate.items() if a != axis)
-
-    def swap(self, group: str, index: int, value: Any) -> list[Any]:
-        self.boards[group][index] = value
-        self.barriers[group].wait()
-        found = list(self.boards[group])
-        self.barriers[group].wait()
-        return found
+    group: str
+    index: int
+    count: int
+    value: Any
 
 
-class Rank(fx.Interpreter):
-    """One rank's bound graph."""
+Running = Generator[Post, list[Any], tuple[Any, ...]]
 
-    def __init__(self, module: fx.GraphModule, exchange: Exchange, coordinate: dict[str, int], log: list[Any]) -> None:
-        super().__init__(module)
-        self.exchange, self.coordinate, self.log = exchange, coordinate, log
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if not str(target).startswith("_c10d_functional"):
-            return super().call_function(target, args, kwargs)
-        if target is c10d.wait_tensor.default:
-            return args[0]
-        group = args[-1]
-        axis = group.split(":")[0]
-        me, n = self.coordinate[axis], self.exchange.mesh.size(axis)
-        self.log.append((target, axis, args[0].numel()))
-        if target is c10d.all_to_all_single.default:
-            sent = self.exchange.swap(group, me, args[0].split(list(args[2])))
-            return torch.cat([parts[me] for parts in sent])
-        parts = self.exchange.swap(group, me, args[0])
-        if target is c10d.all_reduce.default:
-            return REDUCE[args[1]](parts)
-        if target is c10d.all_gather_into_tensor.default:
-            return torch.cat(parts)
-        if target is c10d.reduce_scatter_tensor.default:
-            return REDUCE[args[1]](parts).chunk(n)[me].clone()
-        raise NotImplementedError(target)
+def ran(
+    graph: fx.Graph,
+    attributes: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    mesh: Mesh,
+    coordinate: dict[str, int],
+    log: list[Any],
+) -> Running:
+    """Run one rank's bound graph; at every collective it posts its value and goes on with those of the group."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = attributes[node.target]
+        elif node.op == "output":
+            return tuple(args[0])
+        elif node.target is c10d.wait_tensor.default:
+            env[node] = args[0]
+        elif not str(node.target).startswith("_c10d_functional"):
+            env[node] = node.target(*args, **kwargs)
+        else:
+            group = args[-1]
+            axis = group.split(":")[0]
+            me, count = coordinate[axis], mesh.size(axis)
+            log.append((node.target, axis, args[0].numel()))
+            split = node.target is c10d.all_to_all_single.default
+            parts = yield Post(group, me, count, args[0].split(list(args[2])) if split else args[0])
+            env[node] = received(node.target, args, parts, me)
+    raise AssertionError("a graph without an output")
+
+
+def received(target: Any, args: Any, parts: list[Any], me: int) -> Tensor:
+    """What a collective gives the rank at place `me`."""
+    if target is c10d.all_to_all_single.default:
+        return torch.cat([sent[me] for sent in parts])
+    if target is c10d.all_reduce.default:
+        return REDUCE[args[1]](parts)
+    if target is c10d.all_gather_into_tensor.default:
+        return torch.cat(parts)
+    if target is c10d.reduce_scatter_tensor.default:
+        return REDUCE[args[1]](parts).chunk(len(parts))[me].clone()
+    raise NotImplementedError(target)
+
+
+def in_turns(ranks: Sequence[Running]) -> list[tuple[Any, ...]]:
+    """Let every rank run until it posts; when a group is complete, its ranks go on. What each rank returns."""
+    found: list[tuple[Any, ...] | None] = [None] * len(ranks)
+    posted: dict[str, dict[int, tuple[int, Any]]] = {}
+    ready: list[tuple[int, Any]] = [(rank, None) for rank in range(len(ranks))]
+    while ready:
+        rank, parts = ready.pop()
+        try:
+            post = ranks[rank].send(parts)
+        except StopIteration as end:
+            found[rank] = end.value
+            continue
+        board = posted.setdefault(post.group, {})
+        board[post.index] = (rank, post.value)
+        if len(board) == post.count:
+            del posted[post.group]
+            values = [board[i][1] for i in range(post.count)]
+            ready += [(member, values) for member, _ in board.values()]
+    assert not posted, f"ranks wait for each other in {', '.join(posted)}"
+    return [result for result in found if result is not None]
 
 
 def run(
     program: Program, values: Mapping[str, Tensor], tangents: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], list[Any]]:
     """Whole results of `graph.outputs` when inputs have these whole values (by node name); and rank 0's collectives."""
-    mesh = program.plan.mesh
-    exchange = Exchange(mesh)
-    found: list[Any] = [None] * mesh.devices
+    mesh, attributes = program.plan.mesh, program.graph.attributes
     logs: list[list[Any]] = [[] for _ in range(mesh.devices)]
 
-    def work(rank: int) -> None:
-        coordinate = mesh.coordinate(rank)
-        groups = {axis: exchange.group(axis, coordinate) for axis in mesh.names}
-        try:
-            bound = bind(program, coordinate, groups)
-            ins = [piece(values[n], program.input_layouts[n], mesh, coordinate) for n in program.forward_inputs]
-            out = Rank(bound.forward, exchange, coordinate, logs[rank]).run(*ins)
-            count = len(out) - len(program.saved)
-            grads = Rank(bound.backward, exchange, coordinate, logs[rank]).run(*out[count:], *tangents)
-            found[rank] = [*out[:count], *grads]
-        except Exception as error:  # noqa: BLE001  (raised again by the caller, once every thread has ended)
-            for barrier in exchange.barriers.values():
-                barrier.abort()
-            found[rank] = error
+    def work(rank: int) -> Running:
+        at = mesh.coordinate(rank)
+        forward, backward = lowered(program, at, {axis: group_of(axis, at) for axis in mesh.names})
+        ins = [piece(values[n], program.input_layouts[n], mesh, at) for n in program.forward_inputs]
+        out = yield from ran(forward, attributes, ins, mesh, at, logs[rank])
+        count = len(out) - len(program.saved)
+        gradients = yield from ran(backward, attributes, [*out[count:], *tangents], mesh, at, logs[rank])
+        return (*out[:count], *gradients)
 
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(mesh.devices)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    errors = [e for e in found if isinstance(e, Exception)]
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    found = in_turns([work(rank) for rank in range(mesh.devices)])
     results: list[Tensor | None] = []
     for i, layout in enumerate(program.output_layouts):
         results.append(None if layout is None else whole([f[i] for f in found], layout, mesh))
     return results, logs[0]
+
+
+def group_of(axis: str, coordinate: Mapping[str, int]) -> str:
+    """A name for the ranks along one mesh axis."""
+    return axis + ":" + ",".join(f"{a}={c}" for a, c in coordinate.items() if a != axis)

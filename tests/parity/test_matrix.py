@@ -6,12 +6,12 @@ import pytest
 
 from autopar.verify.families import FAMILIES, names
 from autopar.verify.run import Harness
-from tests.parity.cases import BROAD, CELLS, TARGETS, WORLDS, common_family
+from tests.parity.cases import BROAD, CELLS, COMMON, TARGETS, WORLDS, common_family
 
 cells = pytest.mark.parametrize(("model", "world"), CELLS, ids=[f"{m}-{w}" for m, w in CELLS])
 
 
-@cells
+@pytest.mark.parametrize(("model", "world"), COMMON, ids=[f"{m}-{w}" for m, w in COMMON])
 def test_a_family_and_random_plans_equal_one_device(harness: Harness, model: str, world: int) -> None:
     report = harness.verify(TARGETS[model], world, [common_family(model, world)], random=3, seed=world)
     assert report.exit_code == 0, report.text()
@@ -54,7 +54,7 @@ def test_other_kinds_of_models_equal_one_device_under_random_plans(harness: Harn
 
 def test_the_common_run_takes_every_family_on_every_world() -> None:
     for world in WORLDS:
-        taken = {common_family(model, w) for model, w in CELLS if w == world}
+        taken = {common_family(model, w) for model, w in COMMON if w == world}
         assert taken | {family for _, family in BROAD.values()} == set(names(world))
     listed = {name for name, family in FAMILIES.items() if not family.named}
     assert {name for world in WORLDS for name in names(world)} == listed

@@ -147,23 +147,9 @@ class Centred(nn.Module):
         return self.down(h - h.mean(0)).square().mean()
 
 
-class NoLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x))
-        return y
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [(Centred(), "cannot be run in microbatches: .*\n  from .*h - h.mean"), (NoLoss(), "returns no loss")],
-)
-def test_models_that_cannot_be_run_in_microbatches_are_refused(model: nn.Module, words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
-        compiled(model, (torch.randn(6, 4),), strategies.pipeline(2))
+def test_models_that_cannot_be_run_in_microbatches_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"cannot be run in microbatches: .*\n  from .*h - h.mean"):
+        compiled(Centred(), (torch.randn(6, 4),), strategies.pipeline(2))
 
 
 def test_wrong_pipelines_are_refused() -> None:

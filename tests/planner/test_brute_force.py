@@ -71,8 +71,8 @@ def size(graph: Graph, axes: Axes) -> int:
 
 @cache
 def seeds() -> list[int]:
-    """Seeds of 60 graphs, those that are quickest to enumerate first."""
-    graphs = {seed: linear(seed) for seed in range(60)}
+    """Seeds of 200 graphs, those that are quickest to enumerate first."""
+    graphs = {seed: linear(seed) for seed in range(200)}
     return sorted(graphs, key=lambda seed: (size(graphs[seed], analyse(graphs[seed])), seed))
 
 
