@@ -78,7 +78,7 @@ class PipelineStep(Step):
         for loss in self.tangents:
             val = self.program.graph.nodes[loss.node].meta["val"]
             values[loss.node] = torch.ones(val.shape, dtype=val.dtype, device=self.place.device)
-        run = _Run(self, values)
+        run = _Run(self, values, last="backward" if differentiate else "forward")
         for action in gpipe(self.program.plan.mesh.size(MICRO), differentiate):
             run.act(action)
         run.finish()
@@ -99,12 +99,14 @@ class _Run:
     """One pass through the schedule.
 
     given     what the call brought, by the names of the program's inputs
+    last      the phase after which a microbatch is forgotten
     values    what is known of each microbatch
     settled   what is known of all of them together
     """
 
     step: PipelineStep
     given: Mapping[str, Tensor]
+    last: str
     values: list[dict[str, Tensor]] = field(default_factory=list)
     settled: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -127,6 +129,8 @@ class _Run:
         if action.kind == "body":
             graphs = bound.forward if action.phase == "forward" else bound.backward
             self.body(phase, graphs[action.micro], action.micro)
+            if action.phase == self.last and action.micro + 1 < len(self.values):  # the end may read of the last one
+                self.values[action.micro].clear()
         else:
             self.end(phase, bound.forward_end if action.phase == "forward" else bound.backward_end)
             self.results[action.phase] = [None if r is None else self.result(r) for r in phase.results]
@@ -183,7 +187,7 @@ class _Run:
         sent = wire(value.contiguous())
         work = dist.isend(sent, self.rank(stage), group=self.group)
         assert work is not None
-        self.going.append((work, sent))
+        self.going = [(w, tensor) for w, tensor in self.going if not w.is_completed()] + [(work, sent)]
 
     def receive(self, send: Send, micro: int) -> Tensor:
         pipeline = self.step.pipeline
