@@ -276,6 +276,17 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def spec_of(tensor: DTensor) -> Any:
+    """Mesh, placements, shape and dtype of a DTensor in one value."""
+    return tensor._spec
+
+
+def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor of which `local` is this rank's piece; nothing is checked, so it costs little."""
+    made: DTensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
 def boxed(graph: fx.Graph) -> fx.Graph:
     """Let a graph's module take its arguments as one list, which it empties, so that each dies after its last use."""
     graph.set_codegen(_BoxedCodeGen())

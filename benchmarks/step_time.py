@@ -35,11 +35,17 @@ NAMES = ("autopar", "torch", "torch again")
 
 
 def small_gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return gpt.build(b=4, s=32, v=1000, d=320, heads=8, f=1280, layers=8, dropout=0.0)
+    return labelled(*gpt.build(b=4, s=32, v=1000, d=320, heads=8, f=1280, layers=8, dropout=0.0))
 
 
 def small_llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return llama.build(b=4, s=32, v=1000, d=320, h=8, g=4, e=40, f=864, layers=8, dropout=0.0)
+    return labelled(*llama.build(b=4, s=32, v=1000, d=320, h=8, g=4, e=40, f=864, layers=8, dropout=0.0))
+
+
+def labelled(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Every position has a label: DDP and FSDP2 average over ranks, which is the mean over labels only then."""
+    ids, labels = batch
+    return model, (ids, labels.where(labels >= 0, 0))
 
 
 @dataclass(frozen=True)
@@ -100,14 +106,13 @@ def measured(contest: Contest, rounds: int) -> Measured:
 
 
 def whole(loss: Tensor, batch: tuple[Tensor, ...], contest: Contest) -> float:
-    """The loss of the whole batch: of a rank's part the mean over its labels is weighed by their number."""
+    """The loss of the whole batch, of which a rank may have a part as large as the others'."""
     rows, labels = contest.build()[1][0].shape[0], batch[1]
     if labels.shape[0] == rows:
-        return float(loss)
-    count = (labels != -100).sum()
-    sums = torch.stack([loss.detach().double() * count, count.double()])
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
+        return loss.item()
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def report(contest: Contest, world: int, found: list[Measured]) -> bool:

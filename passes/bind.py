@@ -25,6 +25,16 @@ from autopar.uncollected import uncollected
 
 aten = ops.aten
 
+FRESH = {
+    aten.mm.default,
+    aten.bmm.default,
+    aten.sum.dim_IntList,
+    aten.add.Tensor,
+    aten.embedding_dense_backward.default,
+    aten._to_copy.default,
+}
+"""Ops of which sums are made that never give back the memory of an operand."""
+
 SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: they have one worker thread
 
 
@@ -108,6 +118,11 @@ def is_vector(node: fx.Node) -> bool:
     return bool(node.meta["val"].dim() == 1)
 
 
+def alone(node: fx.Node) -> bool:
+    """Whether one op alone reads what a node computes, in memory that is no other's."""
+    return node.target in FRESH and len(node.users) == 1
+
+
 def is_complex(node: fx.Node) -> bool:
     return bool(node.meta["val"].is_complex())
 
@@ -171,7 +186,7 @@ class _Binder:
         if step.before.rows is not None:
             index = node.kwargs.get("index")
             return lower_rows(lowering, x, step, env[index] if isinstance(index, fx.Node) else None)
-        return lowering.step(x, step, is_complex(node))
+        return lowering.step(x, step, is_complex(node), alone(args_of(node)[0]))
 
     def run_buckets(self, groups: list[Bucket], node: fx.Node, lowering: Lowering, env: dict[fx.Node, Any]) -> None:
         """At a bucket's place, run it, and after an early one the next early one, so that it arrives in time."""

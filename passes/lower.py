@@ -50,18 +50,18 @@ class Lowering:
             node.meta["tail"] = self.tail
         return node
 
-    def step(self, x: fx.Node, step: Step, pairs: bool = False) -> fx.Node:
-        """The nodes of one step; `pairs`: of complex numbers."""
+    def step(self, x: fx.Node, step: Step, pairs: bool = False, alone: bool = False) -> fx.Node:
+        """The nodes of one step; `pairs`: of complex numbers, `alone`: nobody else reads the memory of `x`."""
         if step.kind not in MOVES:
             return {"slice": self.slice, "to_pending": self.to_pending, "relabel": self.relabel}[step.kind](x, step)
-        out = self.unpacked(self.moved(self.packed(x, step), step, pairs), step)
+        out = self.unpacked(self.moved(self.packed(x, step), step, pairs, alone), step)
         self.tail = None
         return out
 
-    def moved(self, sent: fx.Node, step: Step, pairs: bool) -> fx.Node:
+    def moved(self, sent: fx.Node, step: Step, pairs: bool, alone: bool) -> fx.Node:
         """What arrives for what is sent; from here on the nodes unpack it."""
         sent = self.call(aten.view_as_real.default, sent) if pairs else sent
-        started = self.move(sent, step)
+        started = self.move(sent, step, alone)
         self.tail, self.count = self.count, self.count + 1
         got = self.wait(started, sent, step)
         return self.call(aten.view_as_complex.default, got) if pairs else got
@@ -75,7 +75,7 @@ class Lowering:
         widths = [math.prod(shape) // rows for shape in shapes]
         flat_ = [self.call(aten.reshape.default, x, [rows, w]) for x, w in zip(sent, widths, strict=True)]
         joined = self.call(aten.reshape.default, self.call(aten.cat.default, flat_, 1), [rows * sum(widths)])
-        got = self.moved(joined, first, pairs)
+        got = self.moved(joined, first, pairs, alone=True)
         got = self.call(aten.reshape.default, got, [n if first.kind == "all_gather" else 1, sum(widths)])
         out, at = [], 0
         for step, width in zip(steps, widths, strict=True):
@@ -144,8 +144,8 @@ class Lowering:
 
     # --- what moves between devices: packed, sent, unpacked ---
 
-    def move(self, x: fx.Node, step: Step) -> fx.Node:
-        """Start the collective on what is packed."""
+    def move(self, x: fx.Node, step: Step, alone: bool) -> fx.Node:
+        """Start the collective on what is packed; a sum in the memory of its terms, where nobody else reads them."""
         n, group = self.mesh.size(step.axis), self.groups[step.axis]
         if step.kind == "all_gather":
             return self.call(c10d.all_gather_into_tensor.default, x, n, group)
@@ -154,7 +154,7 @@ class Lowering:
             return self.call(c10d.all_to_all_single.default, x, equal, equal, group)
         kind = dict(step.before.pending)[step.axis]
         if step.kind == "all_reduce":
-            return self.call(c10d.all_reduce.default, x, kind, group)
+            return self.call(c10d.all_reduce_.default if alone else c10d.all_reduce.default, x, kind, group)
         started = self.call(c10d.reduce_scatter_tensor.default, x, kind, n, group)
         started.meta["holds"] = self.count
         return started

@@ -254,8 +254,17 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float) -
         plan,
         costs=MappingProxyType(costs),
         certificate=MappingProxyType(certificate),
-        bucket_bytes=min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0,
+        bucket_bytes=min(worth_joining(made), spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0,
     )
+
+
+def worth_joining(made: Problem) -> int:
+    """Bytes up to which a tensor is copied into a bucket in less time than a reduction of its own takes to start."""
+    space, cluster = made.mesh.space, made.cluster
+    started = max(
+        2 * (n - 1) * cluster.link(space, axis).latency_s for axis, n in zip(space.names, space.sizes, strict=True)
+    )
+    return min(BUCKET_BYTES, int(started * cluster.device.memory_bytes_per_s))
 
 
 def too_small(made: Problem, least: Memory, budget: float) -> NoPlan:

@@ -25,6 +25,7 @@ from autopar.layout import Step as Conversion
 from autopar.passes import BoundStage
 from autopar.placements import piece
 from autopar.program import Cell, Phase, Pipeline, Result, Send, Settled
+from autopar.runtime.owned import Owned
 from autopar.runtime.step import Frame, Step
 
 TOGETHER: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -84,7 +85,7 @@ class PipelineStep(Step):
         run.finish()
         return self.handed_out(run.results["forward"], buffers), list(run.results.get("backward", ()))
 
-    def backward(self, saved: list[Any], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
+    def backward(self, saved: list[Any], incoming: Sequence[Any], owned: Owned) -> list[Any]:
         """The gradients, times the one that comes in for the loss."""
         self.refuse_foreign(incoming)
         names = [head.name for head in self.heads]

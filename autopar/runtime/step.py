@@ -10,21 +10,31 @@ empties, so that a saved value dies after its last use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from autopar._torch import backward_keeps_graph, below_autograd, local_of, plain_ops, version_of
+from autopar._torch import (
+    backward_keeps_graph,
+    below_autograd,
+    local_of,
+    plain_ops,
+    spec_of,
+    version_of,
+    with_spec,
+)
 from autopar.errors import UnsupportedError
 from autopar.graph import Input, Output
 from autopar.layout import Layout, Mesh
 from autopar.passes import Bound, BoundStage
 from autopar.placements import distribute, placeable, placements, together
 from autopar.program import Program
+from autopar.runtime.owned import Owned, storage
 from autopar.tree import unflatten
 
 
@@ -37,7 +47,7 @@ class Place:
     coordinate: Mapping[str, int]
     device: torch.device
 
-    def hand_out(self, local: Tensor, layout: Layout) -> Tensor:
+    def hand_out(self, local: Tensor, layout: Layout) -> DTensor:
         """A piece as the user gets it: a DTensor; whole where DTensor has no placements for the layout."""
         if placeable(layout, self.mesh):
             return distribute(local, layout, self.mesh, self.device_mesh)
@@ -48,7 +58,7 @@ class Place:
         if gradient is None:
             shape = layout.local_shape(self.mesh, dict(self.coordinate))
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        if isinstance(gradient, torch.distributed.tensor.DTensor):
+        if isinstance(gradient, DTensor):
             gradient = local_of(gradient.redistribute(placements=placements(layout, self.mesh)))
         return gradient.to(dtype)  # type: ignore[no-any-return]
 
@@ -72,6 +82,7 @@ class Step:
     program: Program
     bound: Bound | BoundStage
     place: Place
+    specs: dict[int, Any] = field(default_factory=dict)  # of gradients, by their numbers, once the first came
 
     @cached_property
     def inputs(self) -> tuple[Input, ...]:
@@ -161,10 +172,10 @@ class Step:
                 heads.append(value if layout is None or not value.dim() else self.place.hand_out(value, layout))
         return tuple(heads)
 
-    def backward(self, saved: list[Any], incoming: Sequence[Any], owned: set[int]) -> list[Any]:
+    def backward(self, saved: list[Any], incoming: Sequence[Any], owned: Owned) -> list[Any]:
         """Gradients in the order of `gradients`, as DTensors; `saved` is emptied.
 
-        owned   storages that others hold; no gradient may lie in one
+        owned   memory that others hold; no gradient may lie in it
         """
         assert isinstance(self.bound, Bound)
         self.refuse_foreign(incoming)
@@ -174,7 +185,7 @@ class Step:
             layout = self.program.input_layouts[entry.node]
             given = incoming[names.index(entry.name)]
             saved.append(self.place.take_in(given, layout, nodes[entry.node].meta["val"].dtype))
-            owned.add(_storage(saved[-1]))
+            owned.hold(saved[-1])
         with torch.autocast(self.place.device.type, enabled=False), below_autograd(self.plain):
             results = list(self.bound.backward(saved))
         return [self.gradient(i, value, owned) for i, value in enumerate(results)]
@@ -189,19 +200,20 @@ class Step:
                     "  try: put what you compute from it into the model's forward or into loss_fn"
                 )
 
-    def gradient(self, index: int, value: Tensor | None, owned: set[int]) -> Tensor | None:
+    def gradient(self, index: int, value: Tensor | None, owned: Owned) -> Tensor | None:
         """One result as autograd takes it: in storage of its own, since autograd adds to it in place."""
         output, layout = self.gradients[index]
         if value is None:
             return None
-        value = value.contiguous()
-        if value.numel() and _storage(value) in owned:
-            value = value.clone()
-        owned.add(_storage(value))
+        value = owned.own(value.contiguous())
         assert layout is not None, f"gradient of {output.name} has no layout"
-        if output.kind == "gradient":
-            return self.place.hand_out(value, layout)
-        return together(value, layout, self.place.mesh)
+        if output.kind != "gradient":
+            return together(value, layout, self.place.mesh)
+        if index in self.specs:
+            return with_spec(value, self.specs[index])
+        made = self.place.hand_out(value, layout)
+        self.specs[index] = spec_of(made)
+        return made
 
     def outputs(self, heads: Sequence[Any]) -> Any:
         """The user's structure, with these results in it."""
@@ -227,7 +239,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, frame: Frame, buffers: dict[str, Tensor], *_: Tensor) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.owned = {_storage(value) for value in frame.values}
+        ctx.held = {storage(value) for value in frame.values}
         heads, saved = step.forward(frame, buffers, differentiate=True)
         ctx.step, ctx.wanted = step, frame.gradients_for
         ctx.saved = saved
@@ -255,15 +267,11 @@ class _Run(torch.autograd.Function):
         saved = list(ctx.saved)
         if not keep:
             ctx.saved = None
-        owned = ctx.owned | {_storage(tensor) for tensor in saved} if keep else set(ctx.owned)
+        owned = Owned(saved if keep else ())
+        owned.held |= ctx.held
         gradients = ctx.step.backward(saved, incoming, owned)
         return (None, None, None, *(gradients[index] for index in ctx.wanted))
 
 
 def _version(value: Any) -> int:
     return version_of(value) if isinstance(value, Tensor) else 0
-
-
-def _storage(tensor: Any) -> int:
-    """What tells two storages apart."""
-    return tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) else 0

@@ -124,7 +124,7 @@ def received(target: Any, args: Any, parts: list[Any], me: int) -> Tensor:
     """What a collective gives the rank at place `me`."""
     if target is c10d.all_to_all_single.default:
         return torch.cat([sent[me] for sent in parts])
-    if target is c10d.all_reduce.default:
+    if target in (c10d.all_reduce.default, c10d.all_reduce_.default):
         return REDUCE[args[1]](parts)
     if target is c10d.all_gather_into_tensor.default:
         return torch.cat(parts)

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh
 from autopar.passes import bind, copy_views, emit, expand_local, insert_conversions
+from autopar.passes.bind import alone as in_place
 from autopar.passes.buckets import buckets
 from autopar.passes.verify import verify
 from autopar.plan import ParameterPlan, Plan
@@ -25,6 +26,7 @@ from autopar.verify.simulate import run
 from tests.harness.reference import errors, run_whole, values_of
 
 MESH = Mesh(("data", "model"), (2, 2))
+aten = torch.ops.aten
 
 
 class Net(nn.Module):
@@ -116,8 +118,18 @@ def collectives(module: fx.GraphModule) -> list[str]:
 def test_a_bucket_reduces_several_gradients_in_one_collective(graph: Graph) -> None:
     axes = analyse(graph)
     alone, together = planned(graph, axes), planned(graph, axes, bucket_bytes=1 << 20)
-    assert collectives(bound(graph, alone).backward).count("all_reduce") == 2
-    assert collectives(bound(graph, together).backward).count("all_reduce") == 1
+    assert collectives(bound(graph, alone).backward).count("all_reduce_") == 2
+    assert collectives(bound(graph, together).backward).count("all_reduce_") == 1
+
+
+def test_a_sum_is_reduced_in_place_where_nobody_else_reads_its_terms() -> None:
+    fresh = fx.Graph()
+    x = fresh.placeholder("x")
+    product, viewed = fresh.call_function(aten.mm.default, (x, x)), fresh.call_function(aten.t.default, (x,))
+    once = fresh.call_function(aten.relu.default, (product,))
+    assert in_place(product) and not in_place(x) and not in_place(viewed)
+    fresh.output((once, product))
+    assert not in_place(product)
 
 
 def test_a_tensor_as_large_as_a_bucket_runs_alone(graph: Graph) -> None:
