@@ -143,24 +143,17 @@ def test_verify_names_families_that_do_not_exist_here() -> None:
 
 
 @pytest.mark.ranks
-def test_run_trains_on_real_processes() -> None:
-    done = started("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "3", "--lr", "0.01", "--json")
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines[0]["plan"].startswith("mesh(")
-    losses = [line["loss"] for line in lines[1:]]
-    assert len(losses) == 3
-    assert losses[2] < losses[0]
-
-
-@pytest.mark.ranks
-def test_run_takes_a_plan_from_a_file(tmp_path: Path) -> None:
+def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> None:
     made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
     assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0
-    done = started("run", made, "--world", "2", "--cluster", "cpu-gloo", "--steps", "1", "--plan", file, "--json")
+    options = ("--cluster", "cpu-gloo", "--steps", "3", "--lr", "0.01", "--plan", file, "--json")
+    done = started("run", made, "--world", "2", *options)
     assert done.returncode == 0, done.stderr
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    told, *steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert told["plan"] == str(files.load(file)).splitlines()[0].removeprefix("plan").strip()
+    losses = [line["loss"] for line in steps]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
 
 
 def test_a_world_that_contradicts_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

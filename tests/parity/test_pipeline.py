@@ -55,10 +55,3 @@ def test_a_pipeline_equals_one_device(harness: Harness, model: str, world: int, 
 def test_more_pipelines_equal_one_device(harness: Harness, model: str, world: int, strategy: str) -> None:
     found = row(harness, model, world, strategy)
     assert found.status == "ok", found
-
-
-@pytest.mark.parametrize("model", ["resnet", "moe"])
-def test_what_the_whole_batch_decides_is_refused_by_name(harness: Harness, model: str) -> None:
-    found = row(harness, model, 2, "pipeline(2, microbatches=2)")
-    assert found.status == "refused", found
-    assert "reduced over the whole batch" in found.note and ".py:" in found.note

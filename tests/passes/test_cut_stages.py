@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from autopar.axes import Axes
 from autopar.graph import Graph
 from autopar.layout import MICRO, STAGE, Layout, Mesh, conversion
 from autopar.legality import check_legal
-from autopar.models import gpt
+from autopar.models import gpt, moe, resnet
 from autopar.passes import emit
 from autopar.passes.cut_stages import FREE, settles
 from autopar.plan import Plan
@@ -147,9 +148,14 @@ class Centred(nn.Module):
         return self.down(h - h.mean(0)).square().mean()
 
 
-def test_models_that_cannot_be_run_in_microbatches_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"cannot be run in microbatches: .*\n  from .*h - h.mean"):
-        compiled(Centred(), (torch.randn(6, 4),), strategies.pipeline(2))
+@pytest.mark.parametrize(
+    ("build", "line"),
+    [(lambda: (Centred(), (torch.randn(6, 4),)), "h - h.mean"), (resnet.tiny, "self.norm"), (moe.tiny, "to_experts")],
+    ids=["mean", "batch norm", "routing"],
+)
+def test_what_the_whole_batch_decides_is_refused_by_name(build: Any, line: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"cannot be run in microbatches: .*\n  from .*{line}"):
+        compiled(*build(), strategies.pipeline(2))
 
 
 def test_wrong_pipelines_are_refused() -> None:
