@@ -29,8 +29,13 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
             self.count(tensor)
 
     def count(self, tensor: Tensor) -> None:
-        local = getattr(tensor, "to_local", None)
-        storage = (tensor if local is None else local()).untyped_storage()
+        if hasattr(tensor, "__tensor_flatten__"):  # around others: a DTensor, a collective that goes on
+            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            for part in inner:
+                if isinstance(part, Tensor):
+                    self.count(part)
+            return
+        storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # of a fake tensor, with which DTensor asks what an op would give
             return
         key, size = storage.data_ptr(), storage.nbytes()
