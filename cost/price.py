@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from torch import fx
+
 from autopar.axes import Axes
 from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
@@ -17,6 +19,7 @@ from autopar.cost.compute import node_s
 from autopar.cost.memory import Memory
 from autopar.graph import Graph
 from autopar.layout import MICRO, STAGE
+from autopar.plan import Plan
 from autopar.program import Program
 from autopar.rules.core import operands, results
 
@@ -48,16 +51,7 @@ def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> M
                 origins[node.meta["origin"]] = None
     compute: dict[int, float] = defaultdict(float)
     for name in origins:
-        node = nodes[name]
-        choice = choice_of(axes, node, program.plan.ops[name], mesh)
-        assert choice is not None, name
-        reads = [o.meta["val"] for o in operands(node)]
-        reads = [v[0] if isinstance(v, (tuple, list)) else v for v in reads]
-        tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
-        tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
-        compute[program.plan.stages.get(name, 0)] += node_s(
-            node, axes.instances[name], choice.roles, tensors, mesh, cluster
-        )
+        compute[program.plan.stages.get(name, 0)] += op_s(nodes[name], axes, program.plan, cluster)
     slowest = max(compute.values(), default=0.0)
     turns = mesh.size(MICRO) + mesh.size(STAGE) - 1 if program.plan.stages else 1
     return {
@@ -65,3 +59,14 @@ def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> M
         "communication_s": communication,
         "step_s": turns * slowest + communication,
     }
+
+
+def op_s(node: fx.Node, axes: Axes, plan: Plan, cluster: ClusterSpec) -> float:
+    """Seconds of one op under its choice; of a pipeline, for one microbatch."""
+    choice = choice_of(axes, node, plan.ops[node.name], plan.mesh)
+    assert choice is not None, node.name
+    reads = [o.meta["val"] for o in operands(node)]
+    reads = [v[0] if isinstance(v, (tuple, list)) else v for v in reads]
+    tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
+    tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
+    return node_s(node, axes.instances[node.name], choice.roles, tensors, plan.mesh, cluster)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autopar.axes import Axes, computes
-from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
-from autopar.cost.compute import node_s
+from autopar.cost.price import op_s
 from autopar.errors import UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import STAGE
 from autopar.plan import Plan
-from autopar.rules.core import operands, results
+from autopar.rules.core import results
 
 WINDOW = 0.3  # of a stage's seconds: how far a cut is moved for less to be sent
 
@@ -45,7 +43,7 @@ def stages(graph: Graph, axes: Axes, plan: Plan, cluster: ClusterSpec) -> dict[s
     forward = [n for n in ops if n.meta["phase"] == "forward"]
     if len(forward) < count:
         raise UnsupportedError(f"{len(forward)} ops cannot be cut into {count} stages")
-    seconds = [seconds_of(n, axes, plan, cluster) for n in forward]
+    seconds = [op_s(n, axes, plan, cluster) if computes(n) else 0.0 for n in forward]
     cuts = [0, *places(seconds, sent(forward), count), len(forward)]
     found = {n.name: stage for stage, (a, b) in enumerate(pairwise(cuts)) for n in forward[a:b]}
     return found | backward_stages([n for n in ops if n.meta["phase"] == "backward"], found, forward)
@@ -74,19 +72,6 @@ def sent(forward: Sequence[fx.Node]) -> list[int]:
         change[i + 1] += size
         change[last + 1] -= size
     return list(accumulate(change))
-
-
-def seconds_of(node: fx.Node, axes: Axes, plan: Plan, cluster: ClusterSpec) -> float:
-    """Seconds of one op for one microbatch."""
-    if not computes(node):
-        return 0.0
-    choice = choice_of(axes, node, plan.ops[node.name], plan.mesh)
-    assert choice is not None, node.name
-    reads: list[Any] = [o.meta["val"] for o in operands(node)]
-    reads = [v if isinstance(v, Tensor) else v[0] for v in reads]
-    tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
-    tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
-    return node_s(node, axes.instances[node.name], choice.roles, tensors, plan.mesh, cluster)
 
 
 def backward_stages(
