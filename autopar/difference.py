@@ -64,7 +64,7 @@ def rows(a: Plan, b: Plan) -> Iterator[Row]:
     if a.mesh != b.mesh:
         yield Row("mesh", "mesh", str(a.mesh), str(b.mesh))
     yield from costs(a.costs, b.costs)
-    for name in ("inputs", "bucket_bytes"):
+    for name in ("inputs", "bucket_bytes", "copied_bytes"):
         here, there = (told(getattr(plan, name)) for plan in (a, b))
         if here != there:
             yield Row(name, name.replace("_", " "), here, there)

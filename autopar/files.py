@@ -96,6 +96,7 @@ class PlanFile(Strict):
     certificate: dict[str, Any] = {}
     fingerprint: dict[str, str] = {}
     bucket_bytes: Annotated[int, Field(ge=0)] = 0
+    copied_bytes: Annotated[int, Field(ge=0)] = 0
     notes: dict[str, str] = {}
 
     def plan(self) -> Plan:
@@ -122,6 +123,7 @@ class PlanFile(Strict):
             dict(self.certificate),
             dict(self.fingerprint),
             self.bucket_bytes,
+            self.copied_bytes,
             dict(self.notes),
             dict(self.stages),
         )
@@ -142,6 +144,7 @@ def dumps(plan: Plan) -> str:
         "autopar_plan": VERSION,
         "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
         "bucket_bytes": plan.bucket_bytes,
+        "copied_bytes": plan.copied_bytes,
         "fingerprint": dict(plan.fingerprint),
         "costs": dict(plan.costs),
         "certificate": dict(plan.certificate),

@@ -44,13 +44,13 @@ def moves(program: Program, stage: int = 0) -> dict[Key, Moved]:
     The copies of parameters at ZeRO 1 and 2 are gathered before forward.
     """
     out: dict[Key, Moved] = {}
-    mesh, limit = program.plan.mesh, program.plan.bucket_bytes
+    mesh = program.plan.mesh
     for phase, graph, times in parts(program, stage):
         for node, step in collectives(graph):
             key = step.kind, step.axis, phase
             size, about = elements(step, mesh) * itemsize(node), step.before.rows is not None
             out[key] = out.get(key, Moved()).plus(times, times * size, times, about)
-        for bucket in buckets(graph, mesh, limit):
+        for bucket in buckets(graph, program.plan):
             step = bucket.nodes[0].meta["step"]
             key = step.kind, step.axis, phase
             out[key] = out[key].plus(0, 0, times * (1 - len(bucket.nodes)))

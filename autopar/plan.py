@@ -42,6 +42,7 @@ class Plan:
     certificate objective, bound, gap, seconds of solving, what else was tried
     stages      node name -> number of the stage that runs it, where the mesh has an axis of stages
     bucket_bytes  size up to which reductions of gradients, and gathers of a block's parameters, run as one collective
+    copied_bytes  size up to which a tensor is copied for that; a larger one joins where its op writes into the bucket
     notes       node name -> its module and what its letters are called, "blocks.0.up: m~0=batch n=heads"; for readers
     """
 
@@ -53,6 +54,7 @@ class Plan:
     certificate: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     fingerprint: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     bucket_bytes: int = 0
+    copied_bytes: int = 0
     notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     stages: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 

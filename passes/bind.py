@@ -12,7 +12,9 @@ from torch import fx, ops
 from autopar._torch import boxed
 from autopar.layout import MICRO, STAGE, Mesh
 from autopar.passes.buckets import Bucket, buckets
+from autopar.passes.fill_buckets import Filling
 from autopar.passes.fuse_bias import fuse_bias
+from autopar.passes.in_place import alone
 from autopar.passes.lower import Lowering
 from autopar.passes.lower_rows import lower_rows
 from autopar.passes.markers import SPANS, span_start
@@ -24,16 +26,6 @@ from autopar.rules.pointwise import is_pointwise
 from autopar.uncollected import uncollected
 
 aten = ops.aten
-
-FRESH = {
-    aten.mm.default,
-    aten.bmm.default,
-    aten.sum.dim_IntList,
-    aten.add.Tensor,
-    aten.embedding_dense_backward.default,
-    aten._to_copy.default,
-}
-"""Ops of which sums are made that never give back the memory of an operand."""
 
 SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: they have one worker thread
 
@@ -118,11 +110,6 @@ def is_vector(node: fx.Node) -> bool:
     return bool(node.meta["val"].dim() == 1)
 
 
-def alone(node: fx.Node) -> bool:
-    """Whether one op alone reads what a node computes, in memory that is no other's."""
-    return node.target in FRESH and len(node.users) == 1
-
-
 def is_complex(node: fx.Node) -> bool:
     return bool(node.meta["val"].is_complex())
 
@@ -156,11 +143,17 @@ class _Binder:
         fresh = fx.Graph()
         lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups)
         env: dict[fx.Node, Any] = {}
-        groups = buckets(graph, self.mesh, self.program.plan.bucket_bytes)
-        grouped = {node for group in groups for node in group.nodes}
+        groups = buckets(graph, self.program.plan)
+        filling = Filling(lowering, self.device, [group for group in groups if group.in_place])
+        copied = [group for group in groups if not group.in_place]
+        grouped = {node for group in copied for node in group.nodes}
         for node in graph.nodes:
             if node in grouped:
-                self.run_buckets(groups, node, lowering, env)
+                self.run_buckets(copied, node, lowering, env)
+            elif node in filling.owners:
+                filling.put(node, env[args_of(node)[0]])
+                if filling.owners[node].place is node:
+                    env.update(filling.reduced(filling.owners[node]))
             elif "step" in node.meta:
                 env[node] = self.step(node, lowering, env)
             elif node.target in SPANS:
@@ -168,7 +161,7 @@ class _Binder:
                 start, length = run_of(layout, dim, self.mesh, self.coordinate)
                 env[node] = start if node.target is span_start else length
             elif node.op == "call_function":
-                env[node] = self.call(fresh, node, env)
+                env[node] = filling.write(node, self.call(fresh, node, env))
             else:
                 env[node] = fresh.node_copy(node, env.__getitem__)
         for old, new in env.items():

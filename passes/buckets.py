@@ -3,7 +3,8 @@
 In: one of a program's graphs and the size of a bucket.  Out: groups of its nodes.  Next: `bind.py`.
 
 Many small collectives cost their latencies. Gradient reductions of one kind wait until they fill a bucket; the gathers
-of a block's parameters start together, one block ahead of their use.
+of a block's parameters start together, one block ahead of their use. What an op can write into the bucket costs nothing
+to join; the rest is copied, which pays for small tensors only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from torch import fx
 
 from autopar.layout import Mesh, Step
+from autopar.passes.in_place import WRITES, alone
+from autopar.plan import Plan
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -31,11 +34,18 @@ class Bucket:
         """The node at which all of them run."""
         return self.nodes[0] if self.early else self.nodes[-1]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what goes in and what comes out are the same memory."""
+        return written(self.nodes[0])
 
-def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
-    """Groups of at most twice `limit_bytes` on a device; every group has at least two members, each below the limit."""
-    if not limit_bytes:
-        return []
+
+def buckets(graph: fx.Graph, plan: Plan) -> list[Bucket]:
+    """Groups of at most twice `plan.bucket_bytes` on a device; every group has at least two members, each below that.
+
+    What would have to be copied in joins up to `plan.copied_bytes`.
+    """
+    mesh, limit_bytes = plan.mesh, plan.bucket_bytes
     open_: dict[Any, list[fx.Node]] = {}
     filled: dict[Any, int] = {}
     done: list[Bucket] = []
@@ -48,7 +58,7 @@ def buckets(graph: fx.Graph, mesh: Mesh, limit_bytes: int) -> list[Bucket]:
 
     for node in graph.nodes:
         key = kind_of(node)
-        if key is None or size_bytes(node, mesh) >= limit_bytes:
+        if key is None or size_bytes(node, mesh) >= (limit_bytes if writer(node) else plan.copied_bytes):
             continue
         if filled.get(key, 0) >= limit_bytes:
             close(key)
@@ -71,6 +81,17 @@ def kind_of(node: fx.Node) -> Any:
     if step.kind == "all_gather" and node.args[0].op == "placeholder":  # type: ignore[union-attr]
         return step.kind, step.axis, block_of(node.meta.get("module", "")), dtype
     return None
+
+
+def written(node: fx.Node) -> bool:
+    """Whether a collective gives its result where its operand lies: sums of what can be sent as it is."""
+    return node.meta["step"].kind == "all_reduce" and not node.meta["val"].is_complex()
+
+
+def writer(node: fx.Node) -> fx.Node | None:
+    """The op that makes the operand of a collective, where it may write it into memory that both share."""
+    made: Any = node.args[0]
+    return made if written(node) and made.target in WRITES and alone(made) else None
 
 
 def block_of(module: str) -> str:

@@ -114,7 +114,7 @@ def entry(document: dict[str, Any], rng: random.Random) -> None:
 
 
 def bucket(document: dict[str, Any], rng: random.Random) -> None:
-    document["bucket_bytes"] = rng.choice((0, 100, 10**6, -1, "many"))
+    document[rng.choice(("bucket_bytes", "copied_bytes"))] = rng.choice((0, 100, 10**6, -1, "many"))
 
 
 EDITS: tuple[Edit, ...] = (role, role, role, product, level, level, level, cut, cut, cut, mesh, entry, bucket)
@@ -162,7 +162,7 @@ def outcome(case: Case, document: dict[str, Any], folder: Path) -> str:
         compiler, plan = loaded(case, document, folder)
     except PlanError as refused:
         place = str(refused).removeprefix(f"{folder / 'plan.json'}: ")
-        assert place.startswith(("ops", "parameters", "mesh", "bucket_bytes")), refused
+        assert place.startswith(("ops", "parameters", "mesh", "bucket_bytes", "copied_bytes")), refused
         return "refused"
     program = compiler.emit(case.graph, plan)
     check_shows(program, document, case)

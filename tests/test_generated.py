@@ -43,7 +43,8 @@ def test_a_generated_model_equals_eager_torch_under_a_random_plan(
     model = Generated(plan, classify, tied)
     wanted = eager(model)
     axes = analyse(graph)
-    drawn = replace(random_plan(graph, axes, MESHES, seed), bucket_bytes=(0, 300, 1 << 20)[seed % 3])
+    bucket, copied = ((0, 0), (300, 300), (1 << 20, 0), (1 << 20, 1 << 20))[seed % 4]
+    drawn = replace(random_plan(graph, axes, MESHES, seed), bucket_bytes=bucket, copied_bytes=copied)
     found, _ = run(
         emit(graph, axes, drawn),
         values_of(graph, model, batch()),

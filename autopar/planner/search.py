@@ -250,21 +250,23 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float) -
     if plan.stages:  # cut by a rule outside the programme, whose bound is none for the whole
         certificate = {key: value for key, value in certificate.items() if key not in ("objective_s", "bound_s", "gap")}
     spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
+    bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
     return replace(
         plan,
         costs=MappingProxyType(costs),
         certificate=MappingProxyType(certificate),
-        bucket_bytes=min(worth_joining(made), spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0,
+        bucket_bytes=bucket,
+        copied_bytes=min(bucket, worth_copying(made)),
     )
 
 
-def worth_joining(made: Problem) -> int:
+def worth_copying(made: Problem) -> int:
     """Bytes up to which a tensor is copied into a bucket in less time than a reduction of its own takes to start."""
     space, cluster = made.mesh.space, made.cluster
     started = max(
         2 * (n - 1) * cluster.link(space, axis).latency_s for axis, n in zip(space.names, space.sizes, strict=True)
     )
-    return min(BUCKET_BYTES, int(started * cluster.device.memory_bytes_per_s))
+    return int(started * cluster.device.memory_bytes_per_s)
 
 
 def too_small(made: Problem, least: Memory, budget: float) -> NoPlan:

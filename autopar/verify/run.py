@@ -33,7 +33,8 @@ from autopar.verify.target import Target
 
 OPTIMIZERS = ("sgd", "adamw")
 STEPS = 3
-BUCKETS = (0, 2000, 2**22)  # bytes, for random plans: none, small ones, everything in one
+BUCKETS = ((0, 0), (2000, 2000), (2**22, 2**22), (2**22, 0))
+"""For random plans, bytes of a bucket and of what is copied into one: none, little, everything, no copies."""
 LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 Progress = Callable[[str], None]
 
@@ -126,7 +127,8 @@ def drawn(target: Target, world: int, seed: int) -> Plan:
     from autopar.planner.search import meshes
 
     made: Plan = random_plan(captured(target), analysed(target), meshes(world), seed)
-    return replace(made, bucket_bytes=BUCKETS[seed % len(BUCKETS)])
+    bucket, copied = BUCKETS[seed % len(BUCKETS)]
+    return replace(made, bucket_bytes=bucket, copied_bytes=copied)
 
 
 def finished(name: str, plan: Plan, findings: Sequence[Finding], flops: int) -> Row:

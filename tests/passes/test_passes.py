@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autopar import ClusterSpec, strategies
 from autopar.axes import Axes, analyse, computes
 from autopar.capture import capture
 from autopar.choices import choices
@@ -18,10 +19,11 @@ from autopar.errors import PlanError
 from autopar.graph import Graph
 from autopar.layout import Layout, Mesh
 from autopar.passes import bind, copy_views, emit, expand_local, insert_conversions
-from autopar.passes.bind import alone as in_place
 from autopar.passes.buckets import buckets
+from autopar.passes.in_place import alone as in_place
 from autopar.passes.verify import verify
 from autopar.plan import ParameterPlan, Plan
+from autopar.planner import plan as search
 from autopar.verify.simulate import run
 from tests.harness.reference import errors, run_whole, values_of
 
@@ -122,6 +124,23 @@ def test_a_bucket_reduces_several_gradients_in_one_collective(graph: Graph) -> N
     assert collectives(bound(graph, together).backward).count("all_reduce_") == 1
 
 
+def test_products_are_written_into_their_bucket(graph: Graph) -> None:
+    plan = planned(graph, analyse(graph), bucket_bytes=1 << 20)
+    ops = [str(n.target) for n in bound(graph, plan).backward.graph.nodes]
+    assert ops.count("aten.mm.out") == 2
+    assert "aten.copy_.default" not in ops and "aten.cat.default" not in ops
+
+
+def test_what_no_op_can_write_elsewhere_is_copied_into_the_bucket() -> None:
+    model = nn.Sequential(nn.Linear(4, 10), nn.LayerNorm(10), nn.Linear(10, 8))
+    graph = copy_views(capture(model, (INPUT,), loss_fn=torch.sum, double=True))
+    plan = search(graph, ClusterSpec.preset("cpu-gloo", devices=2), strategy=strategies.ddp())
+    backward = bind(emit(graph, analyse(graph), plan), {"data": 1}, {"data": "group"}).backward
+    ops = [str(n.target) for n in backward.graph.nodes]
+    written = ops.count("aten.mm.out"), ops.count("aten.sum.IntList_out"), ops.count("aten.copy_.default")
+    assert (*written, collectives(backward)) == (2, 2, 2, ["all_reduce_"])
+
+
 def test_a_sum_is_reduced_in_place_where_nobody_else_reads_its_terms() -> None:
     fresh = fx.Graph()
     x = fresh.placeholder("x")
@@ -135,17 +154,17 @@ def test_a_sum_is_reduced_in_place_where_nobody_else_reads_its_terms() -> None:
 def test_a_tensor_as_large_as_a_bucket_runs_alone(graph: Graph) -> None:
     axes = analyse(graph)
     program = emit(graph, axes, planned(graph, axes))
-    assert buckets(program.backward, MESH, 8 * 4 * 5) == []
-    assert len(buckets(program.backward, MESH, 1 << 20)) == 1
+    assert buckets(program.backward, replace(program.plan, bucket_bytes=8 * 4 * 5)) == []
+    assert len(buckets(program.backward, replace(program.plan, bucket_bytes=1 << 20))) == 1
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("bucket_bytes", [0, 200, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes, copied_bytes", [(0, 0), (200, 200), (1 << 20, 1 << 20), (1 << 20, 0)])
 def test_every_level_with_and_without_buckets_equals_the_whole_graph(
-    graph: Graph, level: int, bucket_bytes: int
+    graph: Graph, level: int, bucket_bytes: int, copied_bytes: int
 ) -> None:
     axes = analyse(graph)
-    plan = planned(graph, axes, level=level, bucket_bytes=bucket_bytes)
+    plan = planned(graph, axes, level=level, bucket_bytes=bucket_bytes, copied_bytes=copied_bytes)
     values = values_of(graph, Net(), [INPUT])
     tangent = values[next(e.node for e in graph.inputs if e.kind == "tangent")]
     found, _ = run(emit(graph, axes, plan), values, [tangent])
