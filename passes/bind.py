@@ -141,7 +141,7 @@ class _Binder:
 
     def lowered(self, graph: fx.Graph) -> fx.Graph:
         fresh = fx.Graph()
-        lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups)
+        lowering = Lowering(fresh, self.mesh, self.coordinate, self.groups, self.device.type == SERIAL)
         env: dict[fx.Node, Any] = {}
         groups = buckets(graph, self.program.plan)
         filling = Filling(lowering, self.device, [group for group in groups if group.in_place])

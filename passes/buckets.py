@@ -41,11 +41,12 @@ class Bucket:
 
 
 def buckets(graph: fx.Graph, plan: Plan) -> list[Bucket]:
-    """Groups of at most twice `plan.bucket_bytes` on a device; every group has at least two members, each below that.
+    """Groups of at most twice the size of a bucket on a device; every group has at least two members, each below it.
 
-    What would have to be copied in joins up to `plan.copied_bytes`.
+    Buckets are of `plan.bucket_bytes` where ops can write into them; what would be copied in joins up to
+    `plan.copied_bytes`, which is also the size of a bucket that all its members are copied into.
     """
-    mesh, limit_bytes = plan.mesh, plan.bucket_bytes
+    mesh = plan.mesh
     open_: dict[Any, list[fx.Node]] = {}
     filled: dict[Any, int] = {}
     done: list[Bucket] = []
@@ -58,9 +59,9 @@ def buckets(graph: fx.Graph, plan: Plan) -> list[Bucket]:
 
     for node in graph.nodes:
         key = kind_of(node)
-        if key is None or size_bytes(node, mesh) >= (limit_bytes if writer(node) else plan.copied_bytes):
+        if key is None or size_bytes(node, mesh) >= (plan.bucket_bytes if writer(node) else plan.copied_bytes):
             continue
-        if filled.get(key, 0) >= limit_bytes:
+        if filled.get(key, 0) >= (plan.bucket_bytes if written(node) else plan.copied_bytes):
             close(key)
         open_.setdefault(key, []).append(node)
         filled[key] = filled.get(key, 0) + size_bytes(node, mesh)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 
 import torch
-from torch import fx, ops
+from torch import Tensor, fx, ops
 
 from autopar.passes.buckets import Bucket, writer
 from autopar.passes.in_place import WRITES
@@ -19,13 +20,19 @@ from autopar.passes.lower import Lowering
 aten = ops.aten
 
 
+def parts(memory: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Contiguous tensors of these shapes, one behind the other."""
+    flat = aten.split_with_sizes(memory, [math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
 @dataclass
 class Filling:
     """Buckets of one graph that is being bound: %g = mm(%x, %y) of a bucket's first member becomes
 
-        %memory = empty([sum of sizes]);  %slot = as_strided(%memory, ...);  %g = mm(%x, %y, out=%slot)
+        %memory = empty([sum of sizes]);  %slots = parts(%memory, ...);  %g = mm(%x, %y, out=%slots[0])
 
-    and once the last is there  %sum = all_reduce_(%memory);  %done = wait_tensor(%sum);  %r = as_strided(%done, ...)
+    and once the last is there  %sum = all_reduce_(%memory);  %done = wait_tensor(%sum);  %gs = parts(%done, ...)
     """
 
     lowering: Lowering
@@ -59,13 +66,9 @@ class Filling:
         return self.slots[member]
 
     def views(self, memory: fx.Node, shapes: Sequence[list[int]]) -> list[fx.Node]:
-        """Contiguous tensors of these shapes, one behind the other."""
-        out, at = [], 0
-        for shape in shapes:
-            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-            out.append(self.lowering.call(aten.as_strided.default, memory, shape, strides, at))
-            at += math.prod(shape)
-        return out
+        """The parts of a bucket."""
+        together = self.lowering.call(parts, memory, shapes)
+        return [self.lowering.call(getitem, together, i) for i in range(len(shapes))]
 
     def write(self, made: fx.Node, bound: fx.Node) -> fx.Node:
         """A bound op, writing into its slot if it is one that can."""

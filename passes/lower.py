@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, ops
 
 from autopar.layout import Layout, Mesh, Place, Step
+from autopar.reduce_scatter import SUMMED
 
 aten = ops.aten
 c10d = ops._c10d_functional
@@ -33,6 +34,7 @@ def wait_tensor_of(moved: Tensor, sent: Tensor) -> Tensor:
 class Lowering:
     """Where nodes go, and for which device.
 
+    `serial`: collectives run one at a time and are waited for at once, as on CPU.
     `tail` is the number of the collective whose result is being unpacked, None elsewhere; see `sink_waits.py`.
     Complex numbers, which gloo does not know, travel as pairs of real ones.
     """
@@ -41,6 +43,7 @@ class Lowering:
     mesh: Mesh
     coordinate: Mapping[str, int]
     groups: Mapping[str, str]
+    serial: bool
     tail: int | None = None
     count: int = 0
 
@@ -63,7 +66,7 @@ class Lowering:
         sent = self.call(aten.view_as_real.default, sent) if pairs else sent
         started = self.move(sent, step, alone)
         self.tail, self.count = self.count, self.count + 1
-        got = self.wait(started, sent, step)
+        got = started if started.target is SUMMED else self.wait(started, sent, step)  # which waits by itself
         return self.call(aten.view_as_complex.default, got) if pairs else got
 
     def steps(self, xs: list[fx.Node], steps: list[Step], pairs: bool = False) -> list[fx.Node]:
@@ -155,6 +158,8 @@ class Lowering:
         kind = dict(step.before.pending)[step.axis]
         if step.kind == "all_reduce":
             return self.call(c10d.all_reduce_.default if alone else c10d.all_reduce.default, x, kind, group)
+        if self.serial:
+            return self.call(SUMMED, x, kind, n, group)
         started = self.call(c10d.reduce_scatter_tensor.default, x, kind, n, group)
         started.meta["holds"] = self.count
         return started

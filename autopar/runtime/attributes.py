@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from autopar._torch import wrapper_storage
-from autopar.attributes import PLAIN, Name, Snapshot, snapshot, value_of
+from autopar.attributes import EMPTY, MISSING, PLAIN, Name, Snapshot, snapshot, value_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 State = Mapping[Name, Snapshot]
@@ -26,19 +27,22 @@ class Watched:
     """What the programs of one model depend on besides arguments and tensors.
 
     states    one for every program, without repetition: attributes and what they were when it was traced
-    latest    the values at the last look, and which states held
+    latest    the values at the last look: `own` of those that modules had themselves, `inherited` of their classes
+    held      which states held then
     """
 
     model: nn.Module
     states: list[State] = field(default_factory=list)
     latest: dict[Name, Any] = field(default_factory=dict)
+    own: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    inherited: list[Name] = field(default_factory=list)
     inside: dict[int, tuple[Any, Snapshot]] = field(default_factory=dict)
     held: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
-        self.tree = [(path, m, tuple(m._modules.items())) for path, m in self.modules.items()]
-        self.parameters = [(path, m, tuple(m._parameters.items())) for path, m in self.modules.items()]
+        self.tree = [(path, m, dict(m._modules)) for path, m in self.modules.items()]
+        self.parameters = [(path, m, dict(m._parameters)) for path, m in self.modules.items()]
         self.shells = [(name, p, wrapper_storage(p)) for name, p in self.model.named_parameters()]
 
     def other_modules(self) -> str:
@@ -46,8 +50,12 @@ class Watched:
         for kind, places in (("_modules", self.tree), ("_parameters", self.parameters)):
             for path, module, entries in places:
                 now = vars(module)[kind]
-                if len(now) != len(entries) or any(now.get(name) is not value for name, value in entries):
-                    names = [n for n, v in entries if now.get(n) is not v] + [n for n in now if n not in dict(entries)]
+                same = now.keys() == entries.keys()
+                if same and all(map(is_, now.values(), entries.values())):
+                    continue
+                if not same or any(now[name] is not value for name, value in entries.items()):
+                    names = [n for n, v in entries.items() if now.get(n) is not v]
+                    names += [n for n in now if n not in entries]
                     what = "submodule" if kind == "_modules" else "parameter"
                     return (
                         f"{what} {f'{path}.' if path else ''}{names[0]} was added, replaced or removed after the model "
@@ -79,14 +87,18 @@ class Watched:
 
     def changed(self) -> bool:
         """Whether anything may be other than at the last look."""
-        for name, value in self.latest.items():
-            if self.value(name) is not value:
-                return True
-        return any(not snapshot(value).same(then) for value, then in self.inside.values())
+        if any(vars(module).get(name, MISSING) is not value for module, name, value in self.own):
+            return True
+        if any(self.value(name) is not self.latest[name] for name in self.inherited):
+            return True
+        return any(value if then is EMPTY else not snapshot(value).same(then) for value, then in self.inside.values())
 
     def look(self) -> None:
         """Take in all values, and find which states they are."""
         self.latest = {name: self.value(name) for state in self.states for name in state}
+        places = [(name, self.modules[name[0]]) for name in self.latest]
+        self.own = [(m, name[1], self.latest[name]) for name, m in places if name[1] in vars(m)]
+        self.inherited = [name for name, m in places if name[1] not in vars(m)]
         fixed = (*PLAIN, Tensor, nn.Module, type)
         loose = {id(v): v for v in self.latest.values() if not isinstance(v, fixed) and not callable(v)}
         self.inside = {key: (value, snapshot(value)) for key, value in loose.items()}

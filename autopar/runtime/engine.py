@@ -102,7 +102,7 @@ class Engine:
         now = mode(watched.modules.values(), self.parameters, self.world.device.type)
         told: dict[str, Any] = {"the model": problem or "as it was", "attributes are those of programs": holding}
         told |= {"seed": self.compiler.seed, "rng_step": self.rng_step}
-        held = {f"buffer {slot.name}": slot.get() for slot in self.buffers} | watched.tensors()
+        held = {f"buffer {slot.name}": slot.get() for slot in self.buffers} | watched.tensors() if values else {}
         call = replace(call, problem=call.problem or problem)
         return agreed(call, now, self.world, values=values, flags=flags, told=told, held=held)
 
@@ -137,7 +137,7 @@ class Engine:
         differentiable, wanted = [], []
         for kind, tensors in (("gradient", parameters), ("input_gradient", inputs)):
             for name, tensor in tensors.items():
-                index = step.wants(kind, name) if tensor.requires_grad else None
+                index = step.wanted.get((kind, name)) if tensor.requires_grad else None
                 if index is not None:
                     differentiable.append(tensor)
                     wanted.append(index)

@@ -129,12 +129,10 @@ class Step:
         """Whether every op is torch's own or ours; opaque modules and other libraries' ops may use autograd inside."""
         return plain_ops(*self.bound.graphs)
 
-    def wants(self, kind: str, name: str) -> int | None:
-        """Position of a gradient among the results of backward; None if it is always zero or not computed."""
-        for index, (output, _) in enumerate(self.gradients):
-            if (output.kind, output.name) == (kind, name) and output.node is not None:
-                return index
-        return None
+    @cached_property
+    def wanted(self) -> dict[tuple[str, str], int]:
+        """(kind, name) of a gradient -> its position among the results of backward; not of what is always zero."""
+        return {(o.kind, o.name): i for i, (o, _) in enumerate(self.gradients) if o.node is not None}
 
     def run(self, frame: Frame, differentiable: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
         """(what the user gets for each of `heads`, new value of each buffer by name)."""

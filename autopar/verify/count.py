@@ -34,7 +34,7 @@ COLLECTIVES = {
     "alltoall_base": ("all_to_all", "input"),
     "broadcast": ("broadcast", "input"),
 }
-NAMESPACES = ("_c10d_functional", "c10d", "c10d_functional")
+NAMESPACES = ("_c10d_functional", "c10d", "c10d_functional", "autopar")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch import Tensor, fx, ops
 from autopar.layout import Layout, Mesh
 from autopar.passes import lowered
 from autopar.program import Program
+from autopar.reduce_scatter import SUMMED
 
 c10d = ops._c10d_functional
 REDUCE = {
@@ -107,7 +108,7 @@ def ran(
             return tuple(args[0])
         elif node.target is c10d.wait_tensor.default:
             env[node] = args[0]
-        elif not str(node.target).startswith("_c10d_functional"):
+        elif not str(node.target).startswith("_c10d_functional") and node.target is not SUMMED:
             env[node] = node.target(*args, **kwargs)
         else:
             group = args[-1]
@@ -128,7 +129,7 @@ def received(target: Any, args: Any, parts: list[Any], me: int) -> Tensor:
         return REDUCE[args[1]](parts)
     if target is c10d.all_gather_into_tensor.default:
         return torch.cat(parts)
-    if target is c10d.reduce_scatter_tensor.default:
+    if target in (c10d.reduce_scatter_tensor.default, SUMMED):
         return REDUCE[args[1]](parts).chunk(len(parts))[me].clone()
     raise NotImplementedError(target)
 
