@@ -252,8 +252,9 @@ def _op_rule(part: Part, graph: Graph, axes: Axes, mesh: Mesh) -> OpRule:
     """Whether a role of an op is allowed along one axis."""
     size = mesh.size(part.axis)
     known: dict[str, frozenset[str]] = {}
-    once = frozenset[str]() if part.kind != "micro" else without_parameters(graph)
-    kinds: dict[str, Allows] = {"data": _data, "tensor": _tensor, "megatron": _megatron, "expert": _expert}
+    once = without_parameters(graph) if part.kind in ("data", "micro") else frozenset[str]()
+    kinds: dict[str, Allows] = {"tensor": _tensor, "megatron": _megatron, "expert": _expert}
+    kinds |= {"data": partial(_data_or_whole, once)}
     kinds |= {"stage": _stage, "micro": partial(_micro, once)}
     allows = kinds[part.kind]
 
@@ -276,6 +277,15 @@ def _named(free: list[str], names: dict[str, str], wanted: Callable[[str], bool]
 
 def _data(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:
     return _named(free, names, lambda n: n == "batch") or _passing(free)
+
+
+def _data_or_whole(
+    once: frozenset[str], part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node
+) -> list[str]:
+    """The batch; what no parameter goes into may run whole too: a number of labels is counted sooner than added up."""
+    cut = _data(part, free, names, axes, node)
+    spare = node.name in once and axes.rule(node).flops is None
+    return [*cut, ""] if spare and "" in free else cut
 
 
 def _stage(part: Part, free: list[str], names: dict[str, str], axes: Axes, node: fx.Node) -> list[str]:

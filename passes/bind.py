@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autopar.layout import MICRO, STAGE, Mesh
 from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.fill_buckets import Filling
 from autopar.passes.fuse_bias import fuse_bias
+from autopar.passes.gate import Gate, insert_gate
 from autopar.passes.in_place import alone
 from autopar.passes.lower import Lowering
 from autopar.passes.lower_rows import lower_rows
@@ -32,11 +33,15 @@ SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: 
 
 @dataclass(frozen=True)
 class Bound:
-    """What one rank runs; see `Program` for the order of arguments and results, which each takes as one list."""
+    """What one rank runs; see `Program` for the order of arguments and results, which each takes as one list.
+
+    gate   what forward waits at before its first collective
+    """
 
     refresh: fx.GraphModule
     forward: fx.GraphModule
     backward: fx.GraphModule
+    gate: Gate = field(default_factory=Gate)
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -59,7 +64,8 @@ def bind(
     `groups` maps mesh axes to names of process groups, `device` is where factory ops put their results.
     """
     binder = _Binder(program, dict(coordinate), groups, torch.device(device))
-    return Bound(binder.run(program.refresh), binder.run(program.forward), binder.run(program.backward))
+    gate = Gate()
+    return Bound(binder.run(program.refresh), binder.run(program.forward, gate), binder.run(program.backward), gate)
 
 
 @uncollected()
@@ -135,8 +141,10 @@ class _Binder:
     def mesh(self) -> Mesh:
         return self.program.plan.mesh
 
-    def run(self, graph: fx.Graph) -> fx.GraphModule:
+    def run(self, graph: fx.Graph, gate: Gate | None = None) -> fx.GraphModule:
         fresh = self.lowered(graph)
+        if gate is not None:
+            insert_gate(fresh, gate)
         return fx.GraphModule(self.attributes(fresh), boxed(fresh))
 
     def lowered(self, graph: fx.Graph) -> fx.Graph:

@@ -8,7 +8,7 @@ Nothing here is about how things look to a user; that is `module.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.runtime.attributes import Watched
 from autopar.runtime.compiler import Compiler
 from autopar.runtime.copies import Copies
-from autopar.runtime.guards import Call, Key, TensorLeaf, agreed, key_of_graph, mode
+from autopar.runtime.guards import Asked, Call, Key, TensorLeaf, ask, key_of_graph, mode
 from autopar.runtime.parameters import Slots
 from autopar.runtime.pipeline import PipelineStep
 from autopar.runtime.spread import layout_of, spread
@@ -72,8 +72,9 @@ class Engine:
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of the module."""
         call = Call.of(args, kwargs)
-        step = self.programs_for(model, call, args, kwargs)
+        step, agree = self.programs_for(model, call)
         frame, differentiable = self.frame(step, call)
+        frame.agree = agree
         heads, buffers = step.run(frame, differentiable)
         with torch.no_grad():
             for slot in self.buffers:
@@ -84,18 +85,26 @@ class Engine:
         self.watched.write(step.program.graph.writes)
         return step.outputs(heads)
 
-    def programs_for(self, model: nn.Module, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step:
-        """The program for a call that all ranks make alike; its copies are marked stale if any rank found a change."""
+    def programs_for(self, model: nn.Module, call: Call) -> tuple[Step, Callable[[], object] | None]:
+        """The program for a call that all ranks make alike; its copies are marked stale if any rank found a change.
+
+        Where a rank has a program for what it was asked and nothing else to learn from the others, it can begin: second
+        comes what must be called before its first collective.
+        """
         changed = [copies.differ(self.stored(names)) for names, copies in self.copies.items()]
         check = self.calls < VALUE_CHECKS if self.check_inputs is None else self.check_inputs
-        key, flags = self.agreed(call, check, (int(any(changed)),))
+        asked = self.ask(call, check, (int(any(changed)),))
         self.calls += 1
+        begin = None if check or changed or asked.expected is None else self.known(asked.expected)
+        if begin is not None and begin.program.pipeline is None and not asked.call.problem:
+            return begin, asked.agreed
+        key, flags = asked.agreed()
         if any(row[0] for row in flags):
             self.parameters_changed()
-        return self.known(key) or self.compile(model, key, call)
+        return self.known(key) or self.compile(model, key, call), None
 
-    def agreed(self, call: Call, values: bool, flags: tuple[int, ...] = ()) -> tuple[Key, list[list[int]]]:
-        """The key of a call, the same on all ranks; its `state` is still open."""
+    def ask(self, call: Call, values: bool, flags: tuple[int, ...] = ()) -> Asked:
+        """Compare a call with the other ranks'; the `state` of its key is still open."""
         watched = self.watched
         problem = watched.other_modules()
         holding = () if problem else watched.holding()
@@ -104,7 +113,7 @@ class Engine:
         told |= {"seed": self.compiler.seed, "rng_step": self.rng_step}
         held = {f"buffer {slot.name}": slot.get() for slot in self.buffers} | watched.tensors() if values else {}
         call = replace(call, problem=call.problem or problem)
-        return agreed(call, now, self.world, values=values, flags=flags, told=told, held=held)
+        return ask(call, now, self.world, values=values, flags=flags, told=told, held=held)
 
     def known(self, key: Key) -> Step | None:
         """The program for a key in one of the states that the attributes are in."""
@@ -167,7 +176,7 @@ class Engine:
     def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make the program for a call like this one."""
         call = Call.of(args, kwargs)
-        key, _ = self.agreed(call, self.check_inputs is not False)
+        key, _ = self.ask(call, self.check_inputs is not False).agreed()
         if self.known(key) is None:
             self.compile(model, key, call)
 

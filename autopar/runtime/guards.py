@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -143,7 +143,47 @@ def key_of_graph(graph: Graph, now: Mode, local: frozenset[str] = frozenset()) -
     return Key(graph.in_tree, leaves, *now[:3], True)
 
 
-def agreed(
+@dataclass(frozen=True)
+class Asked:
+    """A call that all ranks are comparing with theirs.
+
+    state    the part of its key that is not about arguments
+    text     all that must be the same
+    answer   waits for every rank's hash of it, and what else it told
+    """
+
+    call: Call
+    state: Mode
+    world: World
+    text: str
+    answer: Callable[[], Tensor]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of this rank's Local inputs."""
+        return [leaf.shape[0] for leaf in self.call.leaves if isinstance(leaf, TensorLeaf) and leaf.local]
+
+    @property
+    def expected(self) -> Key | None:
+        """The key, if all ranks make the same call; None where it also depends on what the others bring."""
+        return None if self.lengths else Key(self.call.tree, self.call.leaves, *self.state)
+
+    def agreed(self) -> tuple[Key, list[list[int]]]:
+        """The key of the call, once all ranks are found to make the same; and every rank's `flags`."""
+        call, lengths, rows = self.call, self.lengths, self.answer().tolist()
+        if any(row[0] != rows[0][0] for row in rows):
+            raise InputError(first_difference(self.world.gather_text(self.text)))
+        if call.problem:
+            raise InputError(call.problem)
+        if len(lengths) > LOCALS:
+            every = self.world.gather(torch.tensor(lengths)).tolist()
+        else:
+            every = [row[2 : 2 + len(lengths)] for row in rows]
+        leaves = with_global_lengths(call, every)
+        return Key(call.tree, leaves, *self.state), [row[2 + LOCALS :] for row in rows]
+
+
+def ask(
     call: Call,
     state: Mode,
     world: World,
@@ -152,27 +192,18 @@ def agreed(
     flags: Sequence[int] = (),
     told: Mapping[str, Any] = MappingProxyType({}),
     held: Mapping[str, Tensor] = MappingProxyType({}),
-) -> tuple[Key, list[list[int]]]:
-    """The key of a call, once all ranks are found to make the same call; and every rank's `flags`.
+) -> Asked:
+    """Begin to compare a call with those of the other ranks.
 
     values   compare the numbers of whole inputs too, and of `held`, the other tensors that should be equal
+    flags    what every rank is told of this one
     told     name -> what must be the same on all ranks beside the call
     """
-    lengths = [leaf.shape[0] for leaf in call.leaves if isinstance(leaf, TensorLeaf) and leaf.local]
     text = describe(call, state, values, told, held)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    lengths = [leaf.shape[0] for leaf in call.leaves if isinstance(leaf, TensorLeaf) and leaf.local]
     room = [*lengths[:LOCALS], *[-1] * (LOCALS - len(lengths))]
-    rows = world.gather(torch.tensor([digest, len(lengths), *room, *flags])).tolist()
-    if any(row[0] != rows[0][0] for row in rows):
-        raise InputError(first_difference(world.gather_text(text)))
-    if call.problem:
-        raise InputError(call.problem)
-    if len(lengths) > LOCALS:
-        every = world.gather(torch.tensor(lengths)).tolist()
-    else:
-        every = [row[2 : 2 + len(lengths)] for row in rows]
-    leaves = with_global_lengths(call, every)
-    return Key(call.tree, leaves, *state), [row[2 + LOCALS :] for row in rows]
+    return Asked(call, state, world, text, world.post(torch.tensor([digest, len(lengths), *room, *flags])))
 
 
 def with_global_lengths(call: Call, lengths: list[list[int]]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ In: tensors that others hold; gradients, one by one.  Out: each gradient in memo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class Owned:
-    """Whole storages of others, and the parts of storages in which gradients lie already.
+    """Whole storages of others, and the parts of storages in which gradients lie already, in order.
 
     Gradients that were reduced as one bucket lie side by side in its storage.
     """
@@ -27,12 +28,17 @@ class Owned:
 
     def own(self, gradient: Tensor) -> Tensor:
         """The gradient, contiguous as it came, or its copy where it shares memory."""
-        start = int(gradient.storage_offset()) * gradient.element_size()
-        part, key = (start, start + gradient.numel() * gradient.element_size()), storage(gradient)
+        if not gradient.numel():
+            return gradient
+        key, width = storage(gradient), gradient.element_size()
+        start = int(gradient.storage_offset()) * width
+        end = start + gradient.numel() * width
         taken = self.parts.setdefault(key, [])
-        if gradient.numel() and (key in self.held or any(part[0] < b and a < part[1] for a, b in taken)):
+        at = bisect_left(taken, (start, end))
+        free = (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0])
+        if key in self.held or not free:
             return gradient.clone()
-        taken.append(part)
+        taken.insert(at, (start, end))
         return gradient
 
 

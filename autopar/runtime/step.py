@@ -9,7 +9,7 @@ empties, so that a saved value dies after its last use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -69,10 +69,12 @@ class Frame:
 
     values          arguments of the forward program; emptied by it
     gradients_for   which result of the backward program belongs to each differentiable tensor
+    agree           raises, on all ranks, if they do not make the same call; None where that is known
     """
 
     values: list[Tensor]
     gradients_for: tuple[int, ...] = ()
+    agree: Callable[[], object] | None = None
 
 
 @dataclass
@@ -150,8 +152,10 @@ class Step:
     ) -> tuple[tuple[Any, ...], list[Any]]:
         """Run the forward program: (what the user gets, what backward needs)."""
         assert isinstance(self.bound, Bound)
+        self.bound.gate.pending = frame.agree
         with below_autograd(self.plain):
             out = list(self.bound.forward(frame.values))
+        self.bound.gate.passing()
         return self.handed_out(out[: len(self.results)], buffers), out[len(self.results) :]
 
     def handed_out(self, results: Sequence[Tensor | None], buffers: dict[str, Tensor]) -> tuple[Any, ...]:

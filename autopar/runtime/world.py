@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,11 +38,21 @@ class World:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """[world, n] int64: the same-sized CPU vector of every rank."""
+        return self.post(values)()
+
+    def post(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As `gather`, but goes on at once: what it returns gives the result when it is called."""
         if self.size == 1:
-            return values.unsqueeze(0)
-        out = torch.empty(self.size * values.numel(), dtype=torch.int64)
-        dist.all_gather_single(out, values.contiguous(), group=self.control)
-        return out.view(self.size, -1)
+            return lambda: values.unsqueeze(0)
+        sent, out = values.contiguous(), torch.empty(self.size * values.numel(), dtype=torch.int64)
+        work = dist.all_gather_single(out, sent, group=self.control, async_op=True)
+        assert work is not None
+
+        def result() -> torch.Tensor:
+            work.wait()
+            return out.view(self.size, sent.numel())
+
+        return result
 
     def gather_text(self, text: str) -> list[str]:
         """The text of every rank."""
