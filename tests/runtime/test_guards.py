@@ -70,6 +70,32 @@ def values_later() -> str:
     return ""
 
 
+def differ_later(kind: str) -> float:
+    """Ranks whose programs have begun before they hear that one of them makes another call."""
+    model, ids, labels = net()
+    ours, _ = deliver(model, (ids,), {"labels": labels}, kind)
+    for _ in range(4):
+        ours(ids, labels=labels)
+    try:
+        if dist.get_rank() == 1:
+            ours.eval()
+            ours(ids[:4], labels=labels[:4])
+        else:
+            ours(ids, labels=labels)
+    except autopar.InputError as error:
+        told = str(error)
+    ours.train()
+    counted = ours.rng_step
+    ours(ids, labels=labels).loss.backward()
+    assert ours.rng_step == counted + 1 == 5
+    return float("training flags" in told or "args[0]" in told)
+
+
+@pytest.mark.parametrize("kind", ["zero0", "zero3", "random1"])
+def test_ranks_that_differ_later_all_raise_before_they_wait_for_each_other(ranks: Pool, kind: str) -> None:
+    assert ranks.run(differ_later, kind, world=3) == [1.0] * 3
+
+
 def test_values_are_compared_at_first_and_on_request(ranks: Pool) -> None:
     assert {o.error for o in ranks.outcomes(values_later, world=2)} == {"InputError"}
 
