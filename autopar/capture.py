@@ -21,6 +21,7 @@ from autopar import _torch, adapters, tree
 from autopar.attributes import reading, settle_buffers, unchanged
 from autopar.checks import without_tokens
 from autopar.double import Double, widened
+from autopar.dtypes import check_dtypes
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Input
 from autopar.kept import without_kept
@@ -163,7 +164,8 @@ def capture(
     check_constants(joint, parameters)
     inputs = described_inputs(parameters, buffers, leaves, in_tree)
     check_changes(joint, inputs)
-    graph = recompute(normalise(label(joint, inputs, step.seen, in_tree, leaves), mode))
+    graph = check_dtypes(normalise(label(joint, inputs, step.seen, in_tree, leaves), mode))
+    graph = recompute(graph)
     stored = [(p.names[0], p.tensor.dtype) for p in parameters]
     return graph if precision is None else with_reductions(graph, precision, stored)
 

@@ -51,9 +51,9 @@ class Rotary(nn.Module):
 
 
 def rotate(x_bhse: Tensor, cos_se: Tensor, sin_se: Tensor) -> Tensor:
-    """Turn the pairs (first half, second half) by the position's angle."""
+    """Turn the pairs (first half, second half) by the position's angle; tables of a wider dtype do not widen them."""
     first, second = x_bhse.chunk(2, dim=-1)
-    return x_bhse * cos_se + torch.cat((-second, first), dim=-1) * sin_se
+    return x_bhse * cos_se.to(x_bhse.dtype) + torch.cat((-second, first), dim=-1) * sin_se.to(x_bhse.dtype)
 
 
 class Attention(nn.Module):

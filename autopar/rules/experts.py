@@ -28,6 +28,7 @@ NAMES = {"e": "experts"}
 MAKE = (own.to_experts.default, own.expert_rows.default)
 TAKE = (own.to_tokens.default, own.grouped_outer.default, own.expert_sums.default)
 PER_ROW: dict[Any, int | None] = {  # op that may work on each row alone -> position of the dims that it works along
+    aten._to_copy.default: None,
     aten.reshape.default: None,
     aten.expand.default: None,
     aten.select.int: 1,

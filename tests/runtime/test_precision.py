@@ -12,7 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from autopar import ClusterSpec, InputError, Precision, parallelize
+from autopar.axes import analyse
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from autopar.passes import copy_views
+from autopar.precision import low
 from autopar.verify.pool import Pool
+from autopar.verify.target import Target
 
 LEVELS = ("ddp()", "zero(1)", "zero(2)", "zero(3)")
 EMULATED = Precision(param=torch.float32, reduce=torch.float64)
@@ -160,3 +166,47 @@ def test_other_words_are_refused(wrong: Any) -> None:
         parallelize(Squares(), ClusterSpec.preset("cpu-gloo", devices=1), precision=wrong)
     with pytest.raises(InputError, match=r"param=torch\.int8"):
         Precision(param=torch.int8)
+
+
+class Mixed(nn.Module):
+    """A float32 buffer beside parameters in low precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x * self.scale).sum()
+
+
+def test_a_product_of_two_dtypes_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"aten\.\w+\.default takes tensors of one dtype and gets") as refused:
+        capture(Mixed(), (torch.ones(3, 4),), precision=low("bf16"))
+    assert all(part in str(refused.value) for part in ("float32[3, 4]", "bfloat16[4, 4]", "test_precision.py:"))
+    capture(Mixed(), (torch.ones(3, 4),))
+
+
+MODELS = [f"autopar.models.{name}:tiny" for name in ("gpt", "llama", "moe", "t5", "vit", "encoder", "unet", "resnet")]
+MODELS += ["hf:LlamaForCausalLM", "hf:WhisperForConditionalGeneration", "hf:MambaForCausalLM", "hf:MixtralForCausalLM"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_captured_in_low_precision(name: str) -> None:
+    built = Target.parse(name, {"tiny": True} if name.startswith("hf:") else {}).build()
+    analyse(copy_views(capture(built.model, built.args, built.kwargs, precision=low("bf16"))))
+
+
+def trained_low(name: str, strategy: str) -> tuple[float, set[torch.dtype]]:
+    """Loss of a model in bf16, and dtypes of its gradients."""
+    built = Target.parse(name, {"tiny": True} if name.startswith("hf:") else {}).build()
+    ours: Any = parallelize(built.model, cluster(), strategy=strategy, precision="bf16")
+    loss = getattr(out := ours(*built.args, **built.kwargs), "loss", out)
+    loss.backward()
+    return float(loss), {p.grad.dtype for p in ours.parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name, strategy", [("autopar.models.llama:tiny", "zero(3)"), (MODELS[-1], "expert()")])
+def test_models_train_in_low_precision(ranks: Pool, name: str, strategy: str) -> None:
+    first, second = ranks.run(trained_low, name, strategy, world=2)
+    assert first == second == (pytest.approx(4.0, abs=0.5), {torch.float32})
