@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo too-big startup test parity breadth lint format gpu sweep rules golden clean
+.PHONY: help setup demo too-big startup test parity lint format gpu sweep rules golden clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,14 +31,11 @@ startup: $(STAMP)  ## GPT-2 small: model to plan (< 10 s), plan to first step (<
 	$(BIN)/python benchmarks/startup.py
 
 test: $(STAMP)  ## every model, family and world at least once (< 15 min): tests of one process side by side, then ranks
-	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow and not breadth and not gpu"; alone=$$?; \
-	$(BIN)/python -m pytest -q -m "ranks and not slow and not breadth and not gpu" && exit $$alone
+	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow and not gpu"; alone=$$?; \
+	$(BIN)/python -m pytest -q -m "ranks and not slow and not gpu" && exit $$alone
 
 parity: $(STAMP)  ## the whole parity matrix (< 60 min)
-	$(BIN)/python -m pytest -q tests/parity -m "not gpu and not breadth"
-
-breadth: $(STAMP)  ## other kinds of models, pipelines, ten families of transformers: what `make parity` leaves out
-	$(BIN)/python -m pytest -q tests/parity tests/test_benchmarks.py -m breadth
+	$(BIN)/python -m pytest -q tests/parity tests/test_benchmarks.py -m "not gpu"
 
 lint: $(STAMP)  ## ruff and strict mypy
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ def test_ratios_are_paired_and_have_an_interval_around_the_median() -> None:
     assert 1.0 < spread.low < 1.5 < spread.high < 2.0
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 def test_the_sweep_tries_one_architecture_and_tells_what_became_of_it() -> None:
     command = [
         sys.executable,

@@ -25,6 +25,7 @@ FRACTION = 1e-6
 GAP = 1e-7
 BRANCHED_WHOLE = 1500  # variables
 NEAR = 0.015  # of the bound: a large programme is not branched further for less
+PRESOLVED = 150_000  # variables from which on looking for a smaller relaxation first takes less time than it saves
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Model:
         zeros = self.zeros(closed) if closed else set()
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit), random_seed=seed, relative_gap_tolerance=GAP,
-            presolve=None if branch else mathopt.Emphasis.OFF,
+            presolve=None if branch or self.size >= PRESOLVED else mathopt.Emphasis.OFF,
         )  # fmt: skip
         result = run(self.proto(branch, costs, scale, zeros), parameters)
         reason = result.termination.reason

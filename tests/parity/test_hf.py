@@ -22,7 +22,7 @@ MODELS = (
 )
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_family_of_transformers_equals_one_device(harness: Harness, model: str) -> None:
     target = Target.parse(f"hf:{model}", {"tiny": True})

@@ -38,14 +38,14 @@ def test_other_kinds_of_models_equal_one_device(harness: Harness, model: str) ->
     assert report.exit_code == 0, report.text()
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BROAD)
 def test_other_kinds_of_models_equal_one_device_under_every_family(harness: Harness, model: str) -> None:
     report = harness.verify(BROAD[model][0], 4)
     assert report.exit_code == 0, report.text()
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BROAD)
 def test_other_kinds_of_models_equal_one_device_under_random_plans(harness: Harness, model: str) -> None:
     report = harness.verify(BROAD[model][0], 3, [], random=10, seed=11)

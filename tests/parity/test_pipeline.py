@@ -50,7 +50,7 @@ def test_a_pipeline_equals_one_device(harness: Harness, model: str, world: int, 
     assert found.status == "ok", found
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "world", "strategy"), MORE)
 def test_more_pipelines_equal_one_device(harness: Harness, model: str, world: int, strategy: str) -> None:
     found = row(harness, model, world, strategy)
