@@ -131,13 +131,20 @@ class Left:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[Left]:
-    """Inside, forward may run; afterwards all attributes are what they were before, and `Left` tells what it left."""
+    """Inside, forward may run; afterwards all attributes are what they were before, and `Left` tells what it left.
+
+    A forward that hangs hooks on modules at its first call (transformers does, to record outputs) does so again in each
+    trace: they are taken off, and so is what it noted about it in attributes that were not there.
+    """
     before = [Before(path, module) for path, module in model.named_modules()]
     left = Left()
     try:
         yield left
         for one in before:
             one.compare(left)
+        if any(one.hung() for one in before):
+            there = {one.path: one.fields for one in before}
+            left.writes = {n: v for n, v in left.writes.items() if n[1].partition(".")[0] in there[n[0]]}
     finally:
         for one in before:
             one.put_back()
@@ -154,12 +161,21 @@ class Before:
         self.empty = [name for name, value in module._buffers.items() if value is None]
         self.values = {name: snapshot(value) for name, value in self.contents().items()}
         self.configurations = {n: held for n, v in self.contents().items() if (held := plain_fields(v))}
-        self.copies = {n: copy(v) for n, v in self.contents().items() if isinstance(v, (list, dict, set))}
+        self.hooks = {
+            name: copy(value)
+            for name, value in vars(module).items()
+            if name.startswith("_forward_") and isinstance(value, dict)
+        }
+        self.copies = {n: copy(v) for n, v in self.contents().items() if isinstance(v, (list, dict, set))} | self.hooks
 
     def contents(self) -> dict[str, Any]:
         """What it holds that is neither plumbing nor registered, and what is in buffers that were None."""
         own = {name: value for name, value in vars(self.module).items() if name not in PLUMBING}
         return own | {name: self.module._buffers[name] for name in self.empty}
+
+    def hung(self) -> bool:
+        """Whether it has other hooks than before."""
+        return any(vars(self.module)[name] != hooks for name, hooks in self.hooks.items())
 
     def compare(self, left: Left) -> None:
         """Note what is other than before."""

@@ -46,7 +46,8 @@ def buckets(graph: fx.Graph, plan: Plan) -> list[Bucket]:
     Buckets are of `plan.bucket_bytes` where ops can write into them; what would be copied in joins up to
     `plan.copied_bytes`, which is also the size of a bucket that all its members are copied into.
     """
-    mesh = plan.mesh
+    mesh, large = plan.mesh, plan.bucket_bytes
+    small = min(large, plan.copied_bytes)
     open_: dict[Any, list[fx.Node]] = {}
     filled: dict[Any, int] = {}
     done: list[Bucket] = []
@@ -59,9 +60,9 @@ def buckets(graph: fx.Graph, plan: Plan) -> list[Bucket]:
 
     for node in graph.nodes:
         key = kind_of(node)
-        if key is None or size_bytes(node, mesh) >= (plan.bucket_bytes if writer(node) else plan.copied_bytes):
+        if key is None or size_bytes(node, mesh) >= (large if writer(node) else small):
             continue
-        if filled.get(key, 0) >= (plan.bucket_bytes if written(node) else plan.copied_bytes):
+        if filled.get(key, 0) >= (large if written(node) else small):
             close(key)
         open_.setdefault(key, []).append(node)
         filled[key] = filled.get(key, 0) + size_bytes(node, mesh)

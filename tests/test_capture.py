@@ -501,3 +501,34 @@ def test_numbers_made_inside_are_wide_too() -> None:
     graph = capture(model, args, double=True)
     assert worst(run_graph(graph, model, args, {}), run_eager(model, args, {})) <= 1e-15
     assert all(n.meta["val"].dtype != torch.float32 for n in graph.fx.nodes if n.op == "call_function")
+
+
+class Recorder(nn.Module):
+    """At its first call it hangs a hook on its part, and records what that gives in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        recorded: list[Tensor] = []
+        if not getattr(self, "ready", False):
+            self.part.register_forward_hook(lambda module, args, out: self.record(out))
+            self.ready = True
+        self.into = recorded
+        loss = self.part(x).sum()
+        del self.into
+        return {"loss": loss, "recorded": recorded}
+
+    def record(self, out: Tensor) -> None:
+        self.into.append(out.detach() * 1.0)
+
+
+def test_hooks_that_the_first_call_hangs_are_hung_once_in_every_trace() -> None:
+    model, x = Recorder(), torch.ones(2, 3)
+    graphs = [capture(model, (x,)) for _ in range(2)]
+    for graph in graphs:
+        assert [o.name for o in graph.outputs if o.kind == "output"] == ["output['recorded'][0]"]
+        assert not graph.writes
+    assert not model.part._forward_hooks and not hasattr(model, "ready")
+    assert len(model(x)["recorded"]) == 1

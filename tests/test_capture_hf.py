@@ -106,6 +106,14 @@ def test_given_position_ids_may_be_packed_and_keep_the_mask() -> None:
     assert worst(run_graph(graph, model, (), {**kwargs, "position_ids": positions}), want) <= 1e-13
 
 
+def test_recorded_outputs_come_once_and_the_model_stays_as_it_was() -> None:
+    built = Target.parse("hf:MixtralForCausalLM", {"tiny": True, "output_router_logits": True}).build()
+    for _ in range(2):
+        graph = capture(built.model, built.args, built.kwargs)
+        assert sum("router_logits" in output.name for output in graph.outputs) == 2
+    assert len(built.model(*built.args, **built.kwargs).router_logits) == 2
+
+
 def test_a_cache_in_the_output_is_refused_with_the_way_out() -> None:
     model, kwargs = build("LlamaForCausalLM", tiny=True)
     with pytest.raises(CaptureError, match=r"DynamicCache, a type that cannot be rebuilt(.|\n)*use_cache=False"):
