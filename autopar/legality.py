@@ -152,6 +152,8 @@ def check_stages(plan: Plan, graph: Graph) -> None:
                 f"parameters.{name}: in a pipeline its level is 0 or 1, stages alone cut what is stored, neither they "
                 f"nor microbatches cut what is computed with{AGAIN}"
             )
+    if unknown := plan.stages.keys() - {node.name for node in graph.fx.nodes}:
+        raise PlanError(f"stages.{min(unknown)}: the graph has no such op{AGAIN}")
     once, at = without_parameters(graph), plan.mesh.names.index(STAGE)
     for node in graph.fx.nodes:
         if plan.ops.get(node.name, ("",) * (at + 1))[at]:

@@ -54,7 +54,7 @@ class ParameterFile(_Strict):
 
 
 class PinsFile(_Strict):
-    mesh: dict[str, Annotated[int, Field(ge=1)]] = {}
+    mesh: dict[Annotated[str, Field(pattern=r"^\w+$")], Annotated[int, Field(ge=1)]] = {}
     modules: dict[str, str] = {}
     parameters: dict[str, str | ParameterFile] = {}
 
@@ -160,6 +160,11 @@ class Pins:
         """The meshes on which the pins can be followed: those with their axes, or the pinned one."""
         found = [self.pinned_mesh(devices)] if self.mesh else list(candidates)
         for pin in self.all:
+            if taken := pin.axes & {STAGE, MICRO}:
+                raise InputError(
+                    f"{self.where}: {pin}: the axis {min(taken)} is that of a pipeline, which the strategy rules\n"
+                    "  try: leave it out; the stages of ops can be edited in a plan file"
+                )
             able = [mesh for mesh in found if pin.axes <= set(mesh.names)]
             if not able:
                 missing = ", ".join(sorted(pin.axes - set(found[-1].names)))

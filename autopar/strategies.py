@@ -117,7 +117,7 @@ class Strategy:
         """Refuse a batch or heads that leave a device without a piece."""
         for part in self.parts:
             size = mesh.size(part.axis)
-            if part.kind in ("data", "stage", "micro"):
+            if part.kind in ("data", "stage", "micro", "expert"):
                 continue
             for node in graph.fx.nodes:
                 if node.target is not None and str(node.target).startswith("autopar.attention") and size > 1:
@@ -125,7 +125,7 @@ class Strategy:
                     if not fills(heads, size):
                         raise UnsupportedError(
                             f"{self}: {heads} KV heads cannot be cut over {size} devices, some would have none; "
-                            f"use at most {heads}" + _from(node)
+                            f"use at most {max(n for n in range(1, size) if fills(heads, n))}" + _from(node)
                         )
         cutting = [p for p in self.parts if p.kind in ("data", "expert", "micro")]
         data = [mesh.size(p.axis) for p in cutting]
@@ -259,6 +259,8 @@ def _op_rule(part: Part, graph: Graph, axes: Axes, mesh: Mesh) -> OpRule:
     allows = kinds[part.kind]
 
     def allowed(node: fx.Node, role: str) -> bool:
+        if node.meta.get("stored"):  # the last cast of a gradient, of a piece or of the whole
+            return True
         if node.name not in known:
             free = list(roles(axes.rule(node), size, node))
             known[node.name] = frozenset(allows(part, free, letter_names(axes, node), axes, node))
@@ -358,7 +360,7 @@ def _shows(part: Part, plan: Plan) -> bool:
     ways = plan.parameters.values()
     if part.kind in ("data", "micro"):
         stored = any(w.level == part.level and part.axis in w.stored.axes for w in ways)
-        return cuts and (part.level == 0 or stored)
+        return stored if part.level else cuts
     return cuts and any(part.axis in w.stored.axes for w in ways)
 
 

@@ -189,7 +189,12 @@ class _Phase:
                 self.taken.setdefault((x.name, stage), True)
             else:
                 if self.stage[x] not in (FREE, stage):
-                    raise UnsupportedError(f"%{node.name} reads %{x.name} of another stage after all microbatches")
+                    line = f"\n  from {node.meta['source']}" if node.meta.get("source") else ""
+                    raise UnsupportedError(
+                        f"%{node.name} joins what all microbatches give, in stage {stage}, with %{x.name} of stage "
+                        f"{self.stage[x]}: a loss of both the batch and parameters alone is not cut into stages{line}"
+                        "\n  try: a strategy without a pipeline"
+                    )
                 self.want(x, stage)
                 self.keep(x, stage)
 
@@ -248,9 +253,12 @@ class _Phase:
 def refusal(node: fx.Node, user: fx.Node | None) -> UnsupportedError:
     """What to say of a value that is there only after all microbatches, and that one of them needs."""
     line = next((n.meta["source"] for n in (user, node) if n is not None and n.meta.get("source")), "")
-    reads = f", and %{user.name} ({user.target}) needs that of every microbatch" if user is not None else ""
+    reads = ""
+    if user is not None:
+        op = user.target if hasattr(user.target, "namespace") else getattr(user.target, "__name__", user.op)
+        reads = f", and %{user.name} ({op}) needs that of every microbatch"
     return UnsupportedError(
-        f"this model cannot be run in microbatches: %{node.name} is reduced over the whole batch{reads}"
+        f"this model cannot be run in microbatches: %{node.name} is made of the whole batch{reads}"
         + (f"\n  from {line}" if line else "")
         + "\n  try: a strategy without a pipeline"
     )

@@ -24,7 +24,7 @@ def pieces(size: int, axes: tuple[str, ...], mesh: Mesh) -> set[int]:
 
 def storable(layout: Layout, mesh: Mesh) -> bool:
     """Whether a DTensor can hold this layout (nothing pending) and no rank's piece is empty."""
-    full = all(0 not in pieces(size, cut, mesh) for _, size, cut in layout.places())
+    full = all(0 not in pieces(size, cut, mesh) for _, size, cut in layout.places() if cut)
     return full and placeable(layout, mesh)
 
 

@@ -20,7 +20,7 @@ from autopar.axes import Axes, Factors, computes, letter_names
 from autopar.choices import roles
 from autopar.errors import InputError, UnsupportedError
 from autopar.graph import Graph, Input
-from autopar.layout import Layout, Mesh
+from autopar.layout import MICRO, STAGE, Layout, Mesh
 from autopar.pins import ANYTHING, Cut, ModulePin, ParameterPin, Pin, Pins
 from autopar.placements import same_pieces, storable
 from autopar.plan import ParameterPlan
@@ -39,9 +39,12 @@ class Pinned:
     known: dict[tuple[str, str], frozenset[str] | None] = field(default_factory=dict, repr=False, compare=False)
 
     def allows(self, node: fx.Node, axis: str, role: str) -> bool | None:
-        """Whether the pin of an op's module lets a mesh axis play a role there; None where it does not say."""
+        """Whether the pin of an op's module lets a mesh axis play a role there; None where it does not say.
+
+        Stages and microbatches are not what pins speak of.
+        """
         pin = self.pins.module(node.meta.get("module", ""))
-        if pin is None:
+        if pin is None or axis in (STAGE, MICRO):
             return None
         if pin.whole:
             return not role

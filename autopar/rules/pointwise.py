@@ -40,10 +40,10 @@ rule([aten.floor_divide.default, aten._prelu_kernel.default], "..., ... -> ...")
 
 @computed(aten._to_copy.default, "... -> ...")
 def cast(node: fx.Node) -> Instance:
-    """A cast passes a pending sum on only between floating-point types that lose nothing."""
+    """A cast passes a pending sum on between floating-point types that lose nothing, or where a user wants it so."""
     source, result = args_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
     floats = source.is_floating_point and result.is_floating_point
-    keeps = floats and torch.finfo(result).bits >= torch.finfo(source).bits
+    keeps = floats and (node.meta.get("reduction") or torch.finfo(result).bits >= torch.finfo(source).bits)
     return instantiate(node, "... -> ...", linear="each" if keeps else None)
 
 

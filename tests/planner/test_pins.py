@@ -22,7 +22,7 @@ from autopar.models.gpt import build
 from autopar.passes import copy_views, emit
 from autopar.plan import Plan
 from autopar.planner import plan
-from autopar.strategies import ddp, tensor, zero
+from autopar.strategies import ddp, pipeline, tensor, zero
 from autopar.verify.simulate import run
 from tests.harness.reference import errors, run_whole, values_of
 
@@ -96,6 +96,16 @@ def test_beside_a_strategy_a_pin_rules_the_axes_that_it_names(case: tuple[Graph,
     here, other = words(case, made, "blocks.1"), words(case, made, "blocks.0")
     assert here["model"] == {""} and "heads" in other["model"]
     assert "batch" in here["data"] and "batch" in other["data"]
+
+
+def test_stages_and_microbatches_are_not_pinned(case: tuple[Graph, Axes]) -> None:
+    for pinned in ("batch@stage", "micro"):
+        with pytest.raises(InputError, match=r"pins: modules.head.*the axis \w+ is that of a pipeline"):
+            planned(case, {"modules": {"head": pinned}}, strategy=pipeline(4, microbatches=3))
+    graph, axes = case
+    found = planned(case, {"modules": {"blocks.0.attn": "whole"}}, strategy=pipeline(4, microbatches=3))
+    emit(graph, axes, found)
+    assert set(found.stages.values()) == {0, 1, 2, 3}
 
 
 def test_the_deeper_pin_counts_then_the_one_without_stars(case: tuple[Graph, Axes]) -> None:

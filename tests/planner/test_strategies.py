@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.axes import Axes, analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.errors import PlanError, UnsupportedError
 from autopar.graph import Graph
+from autopar.models import moe
 from autopar.models.gpt import build
 from autopar.passes import copy_views, emit
 from autopar.plan import Plan
 from autopar.planner import plan
-from autopar.strategies import Strategy, ddp, fsdp, hsdp, megatron, tensor, zero
+from autopar.strategies import Strategy, ddp, expert, fsdp, hsdp, megatron, tensor, zero
 
 CLUSTER = ClusterSpec.preset("cpu-gloo", devices=4)
 ALL = [
@@ -91,6 +95,23 @@ def test_heads_that_do_not_suffice_are_refused_in_one_line() -> None:
     first = str(refused.value).splitlines()[0]
     assert first == "tensor(4): 2 KV heads cannot be cut over 4 devices, some would have none; use at most 2"
     assert plan(graph, CLUSTER, mesh=None).ops
+
+
+def test_heads_do_not_matter_to_experts_and_the_refusal_names_a_number_that_does() -> None:
+    model, args = moe.build(b=7, s=5, v=37, d=24, heads=4, f=12, e=8, k=2, layers=2)
+    graph, three = copy_views(capture(model, args, {})), ClusterSpec.preset("cpu-gloo", devices=3)
+    assert plan(graph, three, strategy=expert()).ops
+    with pytest.raises(UnsupportedError, match=r"4 KV heads cannot be cut over 3 devices.*use at most 2"):
+        plan(graph, three, strategy=tensor())
+
+
+@pytest.mark.parametrize("strategy", [None, ddp(), zero(3)], ids=str)
+def test_a_parameter_without_elements_is_kept_whole(strategy: Any) -> None:
+    model = nn.Linear(6, 4)
+    model.register_parameter("none", nn.Parameter(torch.empty(0)))
+    graph = copy_views(capture(model, (torch.ones(8, 6),), {}, loss_fn=lambda y: y.square().mean()))
+    made = plan(graph, CLUSTER, strategy=strategy)
+    assert "none" not in made.parameters or not made.parameters["none"].stored.axes
 
 
 def test_a_batch_that_does_not_suffice_is_refused(case: tuple[Graph, Axes]) -> None:

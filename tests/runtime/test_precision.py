@@ -210,3 +210,22 @@ def trained_low(name: str, strategy: str) -> tuple[float, set[torch.dtype]]:
 def test_models_train_in_low_precision(ranks: Pool, name: str, strategy: str) -> None:
     first, second = ranks.run(trained_low, name, strategy, world=2)
     assert first == second == (pytest.approx(4.0, abs=0.5), {torch.float32})
+
+
+def narrow(strategy: str) -> tuple[float, float]:
+    """Gaps of a gradient reduced in float32 to sums in float32, and in float64, of what float64 computes."""
+    module: Any = parallelize(Squares(), cluster(), strategy=strategy, precision=Precision(reduce=torch.float32))
+    loss, _ = module(rows())
+    loss.backward()
+    weight = Squares().weight.detach()
+    parts = [2 * (x @ weight.T).T @ x for x in rows().chunk(dist.get_world_size())]
+    (parameter,) = module.parameters()
+    gradient = parameter.grad.full_tensor()
+    in_float32, whole = torch.stack([part.float() for part in parts]).sum(0).double(), torch.stack(parts).sum(0)
+    return float((gradient - in_float32).abs().max()), float((gradient - whole).abs().max() / whole.abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["ddp()", "zero(2)", "zero(3)"])
+def test_gradients_can_be_reduced_in_a_narrower_dtype(ranks: Pool, strategy: str) -> None:
+    for to_narrow, to_wide in ranks.run(narrow, strategy, world=2):
+        assert to_narrow == 0.0 and to_wide > 1e-10
