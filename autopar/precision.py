@@ -89,11 +89,11 @@ def with_reductions(graph: Graph, precision: Precision, stored: Sequence[tuple[s
                 continue
             with graph.fx.inserting_before(end):
                 new = graph.fx.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
-            new.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
-            new.meta["stored"] = number == len(wanted) - 1
-            if number == 0 and precision.reduce is not None:
+            reduction, stored_so = number == 0 and precision.reduce is not None, number == len(wanted) - 1
+            val = node.meta["val"].to(dtype)
+            new.meta = {**node.meta, "val": val, "reduction": reduction, "stored": stored_so}
+            if reduction:
                 late.add(new.name)
-                new.meta["reduction"] = True
             node = new
         outputs[i] = replace(output, node=node.name)
     end.args = (tuple(None if o.node is None else graph.node(o.node) for o in outputs),)

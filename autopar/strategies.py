@@ -253,9 +253,8 @@ def _op_rule(part: Part, graph: Graph, axes: Axes, mesh: Mesh) -> OpRule:
     size = mesh.size(part.axis)
     known: dict[str, frozenset[str]] = {}
     once = without_parameters(graph) if part.kind in ("data", "micro") else frozenset[str]()
-    kinds: dict[str, Allows] = {"tensor": _tensor, "megatron": _megatron, "expert": _expert}
-    kinds |= {"data": partial(_data_or_whole, once)}
-    kinds |= {"stage": _stage, "micro": partial(_micro, once)}
+    kinds: dict[str, Allows] = {"tensor": _tensor, "megatron": _megatron, "expert": _expert, "stage": _stage}
+    kinds |= {"data": partial(_data_or_whole, once), "micro": partial(_micro, once)}
     allows = kinds[part.kind]
 
     def allowed(node: fx.Node, role: str) -> bool:

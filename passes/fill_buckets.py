@@ -50,17 +50,13 @@ class Filling:
                 if (made := writer(node)) is not None:
                     self.members[made] = node
 
-    def shapes(self, bucket: Bucket) -> list[list[int]]:
-        return [self.lowering.sent_shape(node.meta["step"]) for node in bucket.nodes]
-
     def slot(self, member: fx.Node) -> fx.Node:
         """Where a member's operand goes; the first of a bucket makes its memory."""
         if member not in self.slots:
-            bucket, shapes = self.owners[member], self.shapes(self.owners[member])
-            dtype = member.meta["val"].dtype
-            made = self.lowering.call(
-                aten.empty.memory_format, [sum(map(math.prod, shapes))], dtype=dtype, device=self.device
-            )
+            bucket, dtype = self.owners[member], member.meta["val"].dtype
+            shapes = [self.lowering.sent_shape(node.meta["step"]) for node in bucket.nodes]
+            size = sum(map(math.prod, shapes))
+            made = self.lowering.call(aten.empty.memory_format, [size], dtype=dtype, device=self.device)
             self.memory[bucket] = made
             self.slots.update(zip(bucket.nodes, self.views(made, shapes), strict=True))
         return self.slots[member]

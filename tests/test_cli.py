@@ -156,6 +156,13 @@ def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> N
     assert losses[2] < losses[0]
 
 
+@pytest.mark.ranks
+def test_run_finds_the_cluster_by_itself() -> None:
+    done = started("run", "autopar.models.mlp:tiny", "--world", "2", "--steps", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if '"loss"' in line]
+
+
 def test_a_world_that_contradicts_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -212,20 +212,24 @@ def test_models_train_in_low_precision(ranks: Pool, name: str, strategy: str) ->
     assert first == second == (pytest.approx(4.0, abs=0.5), {torch.float32})
 
 
-def narrow(strategy: str) -> tuple[float, float]:
-    """Gaps of a gradient reduced in float32 to sums in float32, and in float64, of what float64 computes."""
-    module: Any = parallelize(Squares(), cluster(), strategy=strategy, precision=Precision(reduce=torch.float32))
-    loss, _ = module(rows())
+def reduced(strategy: str, stored: torch.dtype, reduce: torch.dtype) -> tuple[bool, bool]:
+    """Whether a gradient is a sum in the dtype of reductions, in some order; whether it is one in the stored dtype."""
+    model = Squares().to(stored)
+    weight, x = model.weight.detach().clone(), rows().to(stored)
+    module: Any = parallelize(model, cluster(), strategy=strategy, precision=Precision(reduce=reduce))
+    loss, _ = module(x)
     loss.backward()
-    weight = Squares().weight.detach()
-    parts = [2 * (x @ weight.T).T @ x for x in rows().chunk(dist.get_world_size())]
-    (parameter,) = module.parameters()
-    gradient = parameter.grad.full_tensor()
-    in_float32, whole = torch.stack([part.float() for part in parts]).sum(0).double(), torch.stack(parts).sum(0)
-    return float((gradient - in_float32).abs().max()), float((gradient - whole).abs().max() / whole.abs().max())
+    parts = [2 * (part @ weight.T).T @ part for part in x.chunk(dist.get_world_size())]
+    gradient = next(module.parameters()).grad.full_tensor()
+    asked = torch.stack([part.to(reduce) for part in parts]).sum(0).to(stored)
+    near = (gradient - asked).abs().max() <= 4 * torch.finfo(reduce).eps * asked.abs().max()
+    representable = torch.equal(gradient, gradient.to(reduce).to(stored))
+    return bool(near) and representable, torch.equal(gradient, torch.stack(parts).sum(0))
 
 
 @pytest.mark.parametrize("strategy", ["ddp()", "zero(2)", "zero(3)"])
-def test_gradients_can_be_reduced_in_a_narrower_dtype(ranks: Pool, strategy: str) -> None:
-    for to_narrow, to_wide in ranks.run(narrow, strategy, world=2):
-        assert to_narrow == 0.0 and to_wide > 1e-10
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_gradients_are_reduced_in_a_narrower_or_wider_dtype_than_stored(
+    ranks: Pool, strategy: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    assert ranks.run(reduced, strategy, *dtypes, world=3) == [(True, False)] * 3
