@@ -94,24 +94,37 @@ def value_of(module: nn.Module, name: str) -> Any:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[set[Name]]:
-    """Inside, notes the attributes that code reads on the model's modules, also those it asks for in vain."""
+    """Inside, notes the attributes that code reads on the model's modules, also those it asks for in vain.
+
+    Not what it has set itself before: that does not depend on what was there.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
     found: set[Name] = set()
+    written: set[Name] = set()
+    put = nn.Module.__setattr__
 
     def read(module: Any, name: str) -> Any:
         if name in PLUMBING or name.startswith("__") or id(module) not in paths:
             return object.__getattribute__(module, name)
         own = object.__getattribute__(module, "__dict__")
         registered = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        place = (paths[id(module)], name)
         if not registered and (name in own or isinstance(getattr(type(module), name, MISSING), PLAIN)):
-            found.add((paths[id(module)], name))
+            found.update({place} - written)
         return object.__getattribute__(module, name)
 
+    def write(module: nn.Module, name: str, value: Any) -> None:
+        if id(module) in paths:
+            written.add((paths[id(module)], name))
+        put(module, name, value)
+
     nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
         del nn.Module.__getattribute__
+        nn.Module.__setattr__ = put  # type: ignore[method-assign]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

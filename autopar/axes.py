@@ -190,7 +190,10 @@ def _constrain(instance: Instance, tensors: list[list[list[Atom]]]) -> dict[str,
 
 
 def refine(instance: Instance, tensors: list[list[list[Atom]]], mine: dict[str, list[Atom]]) -> Instance:
-    """The rule with one letter per factor; letters whose dims do not share their factors become whole."""
+    """The rule with one letter per factor; letters whose dims do not share their factors become whole.
+
+    So do letters that stand in a dim with one of those: `c` of (g c) and c, where another dim does not agree about g.
+    """
     sizes = [[[x.size for x in leaves(dim)] for dim in tensor] for tensor in tensors]
     if instance.groups:
         return _refine_view(instance, sizes)
@@ -201,6 +204,9 @@ def refine(instance: Instance, tensors: list[list[list[Atom]]], mine: dict[str, 
         for names, found in zip(dims, tensor, strict=True):
             if [n for name in names for n in parts[name]] != found:
                 broken |= set(names)
+    together = [set(names) for dims in every for names in dims]
+    while torn := [names for names in together if names & broken and names - broken]:
+        broken.update(*torn)
     out: list[Dims] = []
     table: dict[str, int] = {}
     fresh: set[str] = set()

@@ -178,10 +178,21 @@ def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
         raise
     except _torch.DataDependent as error:
         raise CaptureError(
-            f"data-dependent branch: the values of a tensor decide what runs next, which one graph cannot express\n"
-            f"  from {user_line(error.__traceback__)}\n"
+            "data-dependent branch: the values of a tensor decide what runs next, which one graph cannot express"
+            f"{where(error)}\n"
             "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
         ) from error
+    except RuntimeError as error:
+        raise CaptureError(
+            f"forward does not run on tensors that have shapes and no values: {error}{where(error)}\n"
+            "  try: the same call without autopar; if it runs, autopar.opaque(module) for the submodule of that line"
+        ) from error
+
+
+def where(error: BaseException) -> str:
+    """The user's line; nothing in backward, which has none."""
+    line = user_line(error.__traceback__)
+    return f"\n  from {line}" if line else ""
 
 
 def described_inputs(

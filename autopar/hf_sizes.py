@@ -141,6 +141,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "swiftformer": {"depths": [1, 1, 1, 1], "embed_dims": [12, 24, 36, 48]},
     "swin": WINDOWS,
     "swinv2": WINDOWS,
+    "vibevoice_acoustic_tokenizer_encoder": {"depths": [1] * 7, "num_filters": 2},
     "xmod": {"default_language": "en_XX"},
     "youtu": LATENT,
     "zamba2": {

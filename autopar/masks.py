@@ -57,7 +57,7 @@ def constant(node: fx.Node, attributes: Mapping[str, Any]) -> Tensor | None:
     stack = [node]
     while stack:
         here = stack.pop()
-        if here.op not in ("call_function", "get_attr") or here.meta["val"].numel() > LARGEST:
+        if here.op not in ("call_function", "get_attr") or elements(here) > LARGEST:
             return None
         if here not in needed:
             needed[here] = None
@@ -72,3 +72,10 @@ def constant(node: fx.Node, attributes: Mapping[str, Any]) -> Tensor | None:
                 values[here] = here.target(*args, **kwargs)
     result: Tensor = values[node]
     return result
+
+
+def elements(node: fx.Node) -> int:
+    """How many elements a node's results have together; a number counts as one."""
+    value = node.meta["val"]
+    results = value if isinstance(value, (list, tuple)) else [value]
+    return sum(result.numel() if isinstance(result, Tensor) else 1 for result in results)

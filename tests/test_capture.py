@@ -299,6 +299,16 @@ class Branching(nn.Module):
         return self.branch(self.a(x)).square().sum()
 
 
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.new_ones(4, 2)).sum()
+
+
+def test_a_forward_that_fails_while_it_is_traced_is_one_error_with_the_line() -> None:
+    with pytest.raises(CaptureError, match=r"does not run on tensors(.|\n)*test_capture.py:\d+, in Narrow.forward"):
+        capture(Narrow(), (torch.randn(2, 5, requires_grad=True),))
+
+
 def test_a_data_dependent_branch_is_one_error_with_the_line_and_ways_out() -> None:
     with pytest.raises(CaptureError) as error:
         capture(Branching(), (torch.randn(2, 5),))
@@ -364,6 +374,7 @@ class Masked(nn.Module):
             "float": lambda: torch.full((n, n), torch.finfo(x.dtype).min).triu(1),
             "whole": lambda: torch.ones(n, n, dtype=torch.bool),
             "given": lambda: given[:, None, None, :],
+            "chosen": lambda: given[:, None, None, :] & (x.mean(2).topk(3).values.amin(1) < 9)[:, None, None, None],
             "other": lambda: torch.ones(n, n, dtype=torch.bool).tril(1),
         }[self.kind]()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().sum()
@@ -376,6 +387,7 @@ class Masked(nn.Module):
         ("float", True, False),
         ("whole", False, False),
         ("given", False, True),
+        ("chosen", False, True),
         ("other", False, True),
     ],
 )

@@ -98,7 +98,25 @@ def slice_backward(at: Site) -> Call:
     elif local != size:
         part = start // length
         start, end = part * mine, (part + 1) * mine
-    return aten.slice_backward.default, (at.args[0], at.shape(result), dim, start, end, step), {}
+    return with_sizes(at, aten.slice_backward.default, dim, start, end, step)
+
+
+def select_backward(at: Site) -> Call:
+    return with_sizes(at, aten.select_backward.default, *at.args[2:])
+
+
+def with_sizes(at: Site, op: Any, *where: Any) -> Call:
+    """An op that puts its operand into zeros of the result's local sizes."""
+    sizes = at.shape(at.results[0])
+    if at.results[0].rows is None:
+        return op, (at.args[0], sizes, *where), {}
+    return among_rows, (op, at.args[0], sizes, *where), {}
+
+
+def among_rows(op: Any, x: Tensor, sizes: list[int], *where: Any) -> Tensor:
+    """The same for rows: as many as the operand has."""
+    found: Tensor = op(x, [sizes[0], x.shape[1], *sizes[2:]], *where)
+    return found
 
 
 def arange(at: Site) -> Call:

@@ -33,6 +33,8 @@ PER_ROW: dict[Any, int | None] = {  # op that may work on each row alone -> posi
     aten.expand.default: None,
     aten.select.int: 1,
     aten.slice.Tensor: 1,
+    aten.slice_backward.default: 2,
+    aten.select_backward.default: 2,
     aten.cat.default: 1,
     aten.sum.dim_IntList: 1,
     aten.unsqueeze.default: 1,
@@ -110,7 +112,8 @@ def dims_of(node: fx.Node) -> set[int]:
     position = PER_ROW[node.target]
     if position is None:
         return set()
-    rank, given = len(shape_of(operands(node)[0])), args_of(node)[position] if len(args_of(node)) > position else 0
+    rank = max(len(shape_of(operands(node)[0])), len(shape_of(node)))  # the op may take a dim away or add one
+    given = args_of(node)[position] if len(args_of(node)) > position else 0
     return {d % rank for d in (given if isinstance(given, (list, tuple)) else [given])}
 
 

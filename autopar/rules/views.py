@@ -132,7 +132,7 @@ def select(node: fx.Node) -> Instance:
     return instantiate(node, row(letters, kept), whole=letters[at], linear="each")
 
 
-@computed([aten.select_backward.default], "b -> a b", shape=1)
+@computed([aten.select_backward.default], "b -> a b", shape=1, bind=bind.select_backward)
 def select_backward(node: fx.Node) -> Instance:
     result = [f"d{i}" for i in range(len(shape_of(node)))]
     at = args_of(node)[2] % len(result)

@@ -134,7 +134,8 @@ class Reference:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the reference process ended with exit code {self._process.wait()}")
+            code, self._process = self._process.wait(), None
+            raise RuntimeError(f"the reference process ended with exit code {code}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise RuntimeError(f"the untouched model does not run: {reply['error']}")

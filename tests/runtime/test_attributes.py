@@ -46,6 +46,10 @@ class Net(nn.Module):
             h = h * self.count
         if self.case == "field of a configuration is filled" and self.config.kind is None:
             self.config.kind = "half"
+        if self.case == "written before it is read":
+            self.count = 2
+            self.count *= 2
+            h = h * self.count
         if self.case == "tensor moves on":
             self.mask = self.mask * 0.5
         h = h * getattr(self, "late", 1.0)
@@ -99,6 +103,7 @@ INSIDE = (
     "field of a configuration is filled",
     "table in a buffer",
     "table in an attribute",
+    "written before it is read",
 )
 REFUSED = {
     "tensor kept": "keeps a tensor in its attribute kept",
@@ -153,6 +158,7 @@ def test_only_what_forward_reads_asks_for_another_program(ranks: Pool) -> None:
     assert ranks.run(both, "attribute that nothing reads", world=2)[0][2] == 1
     assert ranks.run(both, "temperature", world=2)[0][2] == 2
     assert ranks.run(both, "table in an attribute", world=2)[0][2] == 1
+    assert ranks.run(both, "written before it is read", world=2)[0][2] == 1
 
 
 def fields(model: nn.Module) -> dict[str, set[str]]:

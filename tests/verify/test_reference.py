@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def test_the_reference_trains_in_double_and_imports_no_compiler(tmp_path: Path) 
     assert "sgd/0/parameters/head.weight" in record, "a tied parameter stands under all of its names"
     assert "sgd/0/gradients/head.weight" not in record, "and has one gradient"
     assert torch.equal(record["sgd/0/loss/"], record["adamw/0/loss/"]), "dropout draws by seed and step"
+
+
+def deadly() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A model that takes the process with it."""
+    os._exit(7)
+
+
+def test_a_process_that_ended_is_told_of_once_and_started_again(tmp_path: Path) -> None:
+    reference = Reference(tmp_path)
+    try:
+        with pytest.raises(RuntimeError, match="the reference process ended with exit code 7"):
+            reference.file(Target.parse(f"{__name__}:deadly"), ("sgd",), 1)
+        assert reference.file(Target.parse("autopar.models.gpt:tiny"), ("sgd",), 1)
+    finally:
+        reference.close()
 
 
 class Decides(nn.Module):
