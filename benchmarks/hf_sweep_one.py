@@ -5,6 +5,7 @@ of JSON on standard output.
 
     equal      every loss, output, gradient, parameter and buffer of 3 steps with two optimizers is that of one device
     refused    an error with a name, raised before a program ran
+    unstable   numbers differ, and plain torch alone moves as far if its parameters start one rounding away
     wrong      a number differs
     failed     anything else
     absent     the class cannot be built small, or plain torch does not run it in float64 on this machine
@@ -21,9 +22,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rounding import explains, moved
+
 from autopar.axes import computes
 from autopar.errors import AutoparError
 from autopar.rules.table import lookup
+from autopar.verify.compare import Error
 from autopar.verify.rank import captured
 from autopar.verify.run import OPTIMIZERS, STEPS, Harness
 from autopar.verify.target import Target
@@ -47,7 +51,7 @@ class Found:
     @property
     def outcome(self) -> str:
         """The worst of all families."""
-        return max(self.outcomes.values(), key=("equal", "absent", "refused", "wrong", "failed").index)
+        return max(self.outcomes.values(), key=("equal", "absent", "refused", "unstable", "wrong", "failed").index)
 
 
 def line_of(error: BaseException) -> str:
@@ -85,14 +89,26 @@ def tried(harness: Harness, name: str) -> Found:
 
 def trained(harness: Harness, target: Target) -> Iterator[tuple[str, str, str]]:
     """(family, outcome, reason), family by family."""
+    own: dict[str, Error] = {}
     for family in FAMILIES:
         try:
             (row,) = harness.verify(target, WORLD, [family]).rows
-            yield family, OUTCOMES[row.status], row.note.split("\n")[0]
+            outcome, note = OUTCOMES[row.status], row.note.split("\n")[0]
+            if outcome == "wrong":
+                own = own or rounded(harness, target)
+                if explains(own, row.errors):
+                    most = max(own.values(), key=lambda e: e.value)
+                    outcome, note = "unstable", f"one rounding moves plain torch by {most.value:.1e} at {most.where}"
+            yield family, outcome, note
         except AutoparError as error:
             yield family, "refused", line_of(error)
         except Exception as error:  # noqa: BLE001 - told about in the table
             yield family, "failed", line_of(error)
+
+
+def rounded(harness: Harness, target: Target) -> dict[str, Error]:
+    """How far plain torch alone moves."""
+    return moved(target, str(harness.reference.file(target, OPTIMIZERS, STEPS)), OPTIMIZERS, STEPS)
 
 
 def serve(limit: float) -> None:

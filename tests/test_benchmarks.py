@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.verify.compare import Error
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -49,6 +51,16 @@ def test_the_sweep_tries_one_architecture_and_tells_what_became_of_it() -> None:
     assert lines[0].startswith("equal    GPT2LMHeadModel")
     assert lines[1].startswith("absent   FSMTForCausalLM") and "has no model class FSMTForCausalLM" in lines[1]
     assert "equal 1, refused 0, wrong 0, failed 0, not here 1, of 2 architectures" in lines
+
+
+def test_only_errors_that_one_rounding_explains_are_unstable() -> None:
+    from rounding import TIMES, explains
+
+    own = {"loss": Error(1e-15), "buffers": Error(1.0)}
+    assert explains(own, {"loss": Error(1e-12), "buffers": Error(3.0)})
+    assert not explains(own, {"loss": Error(1e-8), "buffers": Error(3.0)})
+    assert not explains(own, {"loss": Error(0.0), "buffers": Error(2.0 * TIMES)})
+    assert not explains(own, {"loss": Error(0.0), "buffers": Error(0.0)})
 
 
 def test_the_page_of_a_sweep_has_a_row_for_what_ran_and_a_reason_for_the_rest() -> None:
