@@ -74,7 +74,7 @@ def test_the_page_of_a_sweep_has_a_row_for_what_ran_and_a_reason_for_the_rest() 
             Found("C", outcomes=everywhere("absent"), reason="ImportError: timm"),
         ]
     )
-    assert "equal 1, refused 1, wrong 0, failed 0, not here 1, of 3 architectures" in text
+    assert "equal 1, refused 1, unstable 0, wrong 0, failed 0, not here 1, of 3 architectures" in text
     assert "| A | 12 | `aten.sort.default` x 2 | equal | equal | equal | equal | 3 |" in text
     assert "| B | 9 | - | equal | equal | refused | equal | 4 |" in text
     assert "| B | tensor: nothing / to cut |" in text and "| C | ImportError: timm |" in text
