@@ -6,7 +6,7 @@ In: torch.  Out: functions with a meaning of their own, so that a change in torc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -204,25 +204,51 @@ def settle_pending_items() -> None:
     """Make `DTensor.item()` reduce first; torch returns the rank's own term of a pending sum or maximum.
 
     `torch.nn.utils.clip_grad_norm_(..., norm_type=inf)` returns such a tensor. A scalar DTensor can also be formatted
-    as a number (`f"{norm:.3f}"`), as any other scalar tensor can.
+    as a number (`f"{norm:.3f}"`), as any other scalar tensor can. Fused optimizers work on the pieces: DTensor knows
+    Adam alone, and makes a spec for the number of steps of every parameter at every step, which takes as long again.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _settled_item)
-    fused: tuple[Any, ...] = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)  # DTensor knows Adam alone
-    for op in fused:
+    for op in (getattr(torch.ops.aten, name) for name in FUSED):
         for overload in op.overloads():
             handlers.setdefault(getattr(op, overload), _piece_by_piece)
     if "__format__" not in vars(DTensor):
         DTensor.__format__ = _formatted  # type: ignore[method-assign, assignment]
 
 
+FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
+
+
 def _piece_by_piece(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An update in place whose operands are all placed alike."""
+    """An update of lists in place; what belongs to a parameter must lie as it does, else DTensor has its own way."""
+    if all(_alike(args[0], entry) for entry in args[1:] if isinstance(entry, (list, tuple))):
+        return op(*map(_pieces, args), **{name: _pieces(value) for name, value in kwargs.items()})
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = own
 
-    def local(value: Any) -> Any:
-        return value._local_tensor if isinstance(value, DTensor) else value
 
-    return op(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs))
+def _alike(parameters: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether each of `others` is placed as its parameter, or all are plain numbers, as those of steps are."""
+    if not any(isinstance(x, DTensor) for x in others):
+        return not any(x.dim() for x in others)
+    pairs = zip(parameters, others, strict=True)
+    return all(
+        isinstance(p, DTensor)
+        and isinstance(x, DTensor)
+        and p.device_mesh is x.device_mesh
+        and p.placements == x.placements
+        for p, x in pairs
+    )
+
+
+def _pieces(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [*map(_pieces, value)]
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _formatted(tensor: DTensor, spec: str) -> str:

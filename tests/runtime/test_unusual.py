@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from autopar._torch import settle_pending_items
 from autopar.capture import capture
 from autopar.errors import UnsupportedError
 from autopar.verify.pool import Pool
@@ -111,7 +114,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused_by_a_forced_family_with_both_
         assert "a batch of 5 (args[0]) cannot be cut over 4 devices" in outcome.message
 
 
-@pytest.mark.parametrize("kind", (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW))
+@pytest.mark.parametrize("kind", (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW))
 def test_fused_optimizers_take_the_handles(ranks: Pool, kind: type[torch.optim.Optimizer]) -> None:
     for gaps in ranks.run(fused, kind, world=2):
         assert max(gaps.values()) < TINY, gaps
@@ -120,3 +123,23 @@ def test_fused_optimizers_take_the_handles(ranks: Pool, kind: type[torch.optim.O
 def fused(kind: type[torch.optim.Optimizer]) -> dict[str, float]:
     options = {"momentum": 0.9} if kind is torch.optim.SGD else {"eps": 1e-6}
     return parity(written, "zero3", optimizer=lambda p: kind(p, lr=0.01, fused=True, **options))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("gradient", (Replicate(), Shard(0)), ids=str)
+def test_a_fused_step_takes_gradients_that_lie_otherwise(ranks: Pool, gradient: Placement) -> None:
+    assert ranks.run(stepped_apart, gradient, world=2) == [0.0, 0.0]
+
+
+def stepped_apart(gradient: Placement) -> float:
+    """How far a fused step on a whole DTensor is from the one on a plain tensor."""
+    settle_pending_items()
+    mesh = init_device_mesh("cpu", (2,))
+    given = torch.arange(8.0).reshape(4, 2)
+    plain, spread = (nn.Parameter(t) for t in (given.clone(), DTensor.from_local(given.clone(), mesh, [Replicate()])))
+    whole = DTensor.from_local(given + 1, mesh, [Replicate()])
+    plain.grad, spread.grad = given + 1, whole.redistribute(placements=[gradient])
+    for parameter in (plain, spread):
+        torch.optim.AdamW([parameter], fused=True).step()
+    local = spread.detach()
+    assert isinstance(local, DTensor)
+    return float((local.to_local() - plain.detach()).abs().max())
