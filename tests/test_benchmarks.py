@@ -50,7 +50,7 @@ def test_the_sweep_tries_one_architecture_and_tells_what_became_of_it() -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("equal    GPT2LMHeadModel")
     assert lines[1].startswith("absent   FSMTForCausalLM") and "has no model class FSMTForCausalLM" in lines[1]
-    assert "equal 1, refused 0, wrong 0, failed 0, not here 1, of 2 architectures" in lines
+    assert "equal 1, refused 0, unstable 0, wrong 0, failed 0, not here 1, of 2 architectures" in lines
 
 
 def test_only_errors_that_one_rounding_explains_are_unstable() -> None:
