@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.cluster import PRESETS, ClusterSpec
+from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_strategy
 from autopar.pins import NONE, Pins
@@ -22,6 +22,7 @@ from autopar.pins import load as load_pins
 from autopar.pins import parse as parse_pins
 from autopar.plan import Plan
 from autopar.precision import LOW, Precision, low
+from autopar.presets import PRESETS
 
 
 def kind(value: Any) -> str:

@@ -21,46 +21,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from autopar.device import Count, Device, NotNegative, Positive, Strict
 from autopar.errors import ClusterError
 from autopar.layout import Mesh
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+from autopar.presets import PRESETS
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Device(_Strict):
-    """One device.
-
-    type                 of the torch device: "cpu", "cuda", ...
-    memory_bytes         what one process may use; `reserve_bytes` of it stay with the runtime and the allocator
-    flops_per_s          peak per dtype ("float32", "bfloat16", ...)
-    memory_bytes_per_s   bandwidth of its memory
-    launch_s             what every operation costs beside its work
-    """
-
-    type: str
-    memory_bytes: Positive
-    flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
-    memory_bytes_per_s: Positive
-    launch_s: NotNegative = 0.0
-    reserve_bytes: NotNegative = 0.0
-
-    def peak(self, dtype: str) -> float:
-        """Peak of a dtype in flop/s; of one that is not listed, that of float32, or else the slowest."""
-        known = self.flops_per_s
-        if dtype in known:
-            return known[dtype]
-        return known["float32"] / 2 if dtype == "float64" and "float32" in known else min(known.values())
-
-
-class Link(_Strict):
+class Link(Strict):
     """One level of the network: groups of `devices` devices; latency a message, bandwidth a device and direction."""
 
     devices: Count
@@ -68,7 +37,7 @@ class Link(_Strict):
     bytes_per_s: Positive
 
 
-class ClusterSpec(_Strict):
+class ClusterSpec(Strict):
     """A cluster: `devices` equal devices, links from the innermost level to the one that connects them all."""
 
     name: str
@@ -212,61 +181,3 @@ def _detect(devices: int | None) -> ClusterSpec:
     _, memory = torch.accelerator.get_memory_info(0)
     found = {"type": accelerator.type, "memory_bytes": float(memory)}
     return base.model_copy(update={"device": base.device.model_copy(update=found)})
-
-
-_GIB = 2.0**30
-# (cluster, devices a host). cpu-gloo: one core a process, links inside the host and over 10 Gbit Ethernet.
-# dgx-*: data sheets of the A100 80GB SXM and the H100 SXM; links per GPU as nccl-tests reports them.
-PRESETS: dict[str, tuple[dict[str, Any], int]] = {
-    "cpu-gloo": (
-        {
-            "device": {
-                "type": "cpu",
-                "memory_bytes": 4 * _GIB,
-                "flops_per_s": {"float32": 40e9, "float64": 20e9, "bfloat16": 20e9, "float16": 10e9},
-                "memory_bytes_per_s": 8e9,
-                "launch_s": 5e-6,
-                "reserve_bytes": 0.25 * _GIB,
-            },
-            "links": [
-                {"devices": 64, "latency_s": 40e-6, "bytes_per_s": 1.2e9},
-                {"devices": 128, "latency_s": 100e-6, "bytes_per_s": 0.6e9},
-            ],
-        },
-        64,
-    ),
-    "dgx-a100-80": (
-        {
-            "device": {
-                "type": "cuda",
-                "memory_bytes": 80e9,
-                "flops_per_s": {"float64": 9.7e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12},
-                "memory_bytes_per_s": 2.0e12,
-                "launch_s": 6e-6,
-                "reserve_bytes": 4 * _GIB,
-            },
-            "links": [
-                {"devices": 8, "latency_s": 6e-6, "bytes_per_s": 230e9},
-                {"devices": 16, "latency_s": 15e-6, "bytes_per_s": 24e9},
-            ],
-        },
-        8,
-    ),
-    "dgx-h100": (
-        {
-            "device": {
-                "type": "cuda",
-                "memory_bytes": 80e9,
-                "flops_per_s": {"float64": 34e12, "float32": 494e12, "bfloat16": 989e12, "float16": 989e12},
-                "memory_bytes_per_s": 3.35e12,
-                "launch_s": 5e-6,
-                "reserve_bytes": 4 * _GIB,
-            },
-            "links": [
-                {"devices": 8, "latency_s": 6e-6, "bytes_per_s": 360e9},
-                {"devices": 16, "latency_s": 15e-6, "bytes_per_s": 45e9},
-            ],
-        },
-        8,
-    ),
-}
