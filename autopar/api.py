@@ -20,8 +20,8 @@ from autopar import asked, files, fingerprint
 from autopar.axes import Axes, analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
+from autopar.cost.bill import bill
 from autopar.cost.memory import memory
-from autopar.cost.price import bill
 from autopar.errors import InputError, PlanError
 from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
@@ -218,7 +218,8 @@ class Compiler:
         program = self.emit(graph, given)
         budget = self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
         held = memory(program, self.optimizer)
-        costs = bill(program, held, graph, self.axes(graph), self.cluster, budget)
+        axes, optimizer = self.axes(graph), self.optimizer
+        costs = bill(program, held, graph, axes, self.cluster, optimizer=optimizer, budget_bytes=budget)
         if held.peak > budget:
             log.warning("the plan needs %d bytes of a device, above the budget of %d", held.peak, budget)
         if all(math.isclose(costs[key], given.costs.get(key, -1.0)) for key in ("step_s", "peak_bytes")):

@@ -23,7 +23,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from autopar.device import Count, Device, NotNegative, Positive, Strict
+from autopar.curve import Positive
+from autopar.device import Count, Device, NotNegative, Strict
 from autopar.errors import ClusterError
 from autopar.layout import Mesh
 from autopar.presets import PRESETS
@@ -63,6 +64,11 @@ class ClusterSpec(Strict):
     def memory_bytes(self) -> float:
         """What a program may use on one device: its memory less the reserve."""
         return self.device.memory_bytes - self.device.reserve_bytes
+
+    @property
+    def crowding(self) -> float:
+        """How many times longer an op takes because all devices of a host are at work."""
+        return self.device.crowding(min(self.devices, self.links[0].devices))
 
     def link(self, mesh: Mesh, axis: str) -> Link:
         """The slowest link on the way along one mesh axis: the first level that holds a whole group of it."""

@@ -84,6 +84,17 @@ class Graph:
         """The node called `name`."""
         return self.nodes[name]
 
+    def stored_dtype(self, entry: Input) -> torch.dtype:
+        """In which a parameter is stored."""
+        computed: torch.dtype = self.node(entry.node).meta["val"].dtype
+        return self.stored.get(entry.name, computed)
+
+    @property
+    def trained(self) -> tuple[Input, ...]:
+        """The parameters that an optimizer changes: those to which a gradient comes."""
+        reached = {o.name for o in self.outputs if o.kind == "gradient" and o.node is not None}
+        return tuple(e for e in self.inputs if e.kind == "parameter" and e.trainable and e.name in reached)
+
     @property
     def nodes(self) -> dict[str, Node]:
         """Every node by name, in the order they run."""

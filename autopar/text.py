@@ -36,7 +36,7 @@ from autopar.rules.core import results
 
 GIB, MIB = 2.0**30, 2.0**20
 MOST_OPS = 34  # lines about ops; with everything else a plan stays below 60
-TERMS = (("compute", "compute_s"), ("communication", "communication_s"))
+TERMS = (("compute", "compute_s"), ("exposed comm", "exposed_s"), ("optimizer", "optimizer_s"))
 
 
 def text(plan: Plan) -> str:

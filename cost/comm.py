@@ -42,10 +42,14 @@ def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> flo
 def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:
     """Seconds of one step of a conversion; what moves nothing between devices costs a pass over its result."""
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
-    launch = cluster.device.launch_s
     if step.free or step.axis == MICRO:
-        return launch + after / cluster.device.memory_bytes_per_s
-    return launch + collective_s(step.kind, max(before, after), mesh.size(step.axis), cluster.link(mesh, step.axis))
+        return cluster.device.launch_s + after / cluster.device.memory_bytes_per_s
+    return axis_s(step.kind, max(before, after), step.axis, mesh, cluster)
+
+
+def axis_s(kind: str, local_bytes: float, axis: str, mesh: Mesh, cluster: ClusterSpec) -> float:
+    """Seconds of one collective along a mesh axis."""
+    return cluster.device.launch_s + collective_s(kind, local_bytes, mesh.size(axis), cluster.link(mesh, axis))
 
 
 def steps_s(steps: tuple[Step, ...], itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:

@@ -102,7 +102,7 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
         val = graph.node(entry.node).meta["val"]
         if entry.kind == "parameter":
             kept = program.plan.parameters[entry.name]
-            dtype = graph.stored.get(entry.name, val.dtype)
+            dtype = graph.stored_dtype(entry)
             stored = size_of(kept.stored, dtype, mesh)
             out["parameters"] += stored
             out["optimizer"] += int(copies * stored) if entry.trainable else 0

@@ -1,72 +1,63 @@
-"""Seconds of a step of an emitted program: the sum over its nodes.
+"""Seconds that the planner adds up: of every op, every step of a conversion, every update of a parameter.
 
-In: a captured graph and the `Program` emitted from it, a cluster.  Out: seconds by kind.
-Next: `autopar/planner/program.py`, whose objective is this sum.
+In: a captured graph and the `Program` emitted from it, a cluster.  Out: their sum.  Next: `timeline.py`, which tells
+what of it goes on at the same time; `autopar/planner/program.py` minimises this sum.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-
+import torch
 from torch import fx
 
 from autopar.axes import Axes
 from autopar.choices import choice_of
 from autopar.cluster import ClusterSpec
 from autopar.cost.comm import step_s
-from autopar.cost.compute import node_s
-from autopar.cost.memory import Memory
+from autopar.cost.compute import Work, node_s, update_s, work_of
 from autopar.graph import Graph
-from autopar.layout import MICRO, STAGE
+from autopar.layout import Layout
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.rules.core import operands, results
 
 
-def bill(
-    program: Program, held: Memory, graph: Graph, axes: Axes, cluster: ClusterSpec, budget_bytes: float
-) -> dict[str, float]:
-    """The costs that a plan carries: seconds of a step, bytes that stay on a device and at the peak."""
-    kept = {f"{kind}_bytes": float(n) for kind, n in held.persistent.items()}
-    peaks = {"peak_bytes": float(held.peak), "budget_bytes": float(budget_bytes)}
-    return {**price(program, graph, axes, cluster), **peaks, **kept}
-
-
-def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec) -> Mapping[str, float]:
-    """Seconds of one step: "compute_s", "communication_s" and their sum "step_s".
+def price(program: Program, graph: Graph, axes: Axes, cluster: ClusterSpec, copies: float) -> float:
+    """Seconds of everything in a step, one after another; `copies` of a parameter are in the optimizer's state.
 
     Every op of `graph` that the program runs is priced under its choice, also one emitted as a small subgraph; every
-    collective, slice and term made pending is priced as the step that it is. In a pipeline of p stages m microbatches
-    take as long as m + p - 1 in the slowest stage (Huang et al. 2019); what is sent between stages is not priced.
+    collective, slice and term made pending is priced as the step that it is.
     """
-    mesh, nodes = program.plan.mesh, graph.nodes
+    plan, nodes = program.plan, graph.nodes
     origins: dict[str, None] = {}
-    communication = 0.0
+    seconds = 0.0
     for part in (program.refresh, program.forward, program.backward):
         for node in part.nodes:
             if "step" in node.meta:
-                communication += step_s(node.meta["step"], node.meta["val"].dtype.itemsize, mesh, cluster)
+                seconds += step_s(node.meta["step"], node.meta["val"].dtype.itemsize, plan.mesh, cluster)
             if node.op == "call_function" and node.meta.get("origin") in axes.instances:
                 origins[node.meta["origin"]] = None
-    compute: dict[int, float] = defaultdict(float)
-    for name in origins:
-        compute[program.plan.stages.get(name, 0)] += op_s(nodes[name], axes, program.plan, cluster)
-    slowest = max(compute.values(), default=0.0)
-    turns = mesh.size(MICRO) + mesh.size(STAGE) - 1 if program.plan.stages else 1
-    return {
-        "compute_s": turns * slowest,
-        "communication_s": communication,
-        "step_s": turns * slowest + communication,
-    }
+    for entry in graph.trained:
+        stored = plan.parameters[entry.name].stored
+        seconds += update_s(stored, graph.stored_dtype(entry), copies, plan.mesh, cluster)
+    return seconds + sum(op_s(nodes[name], axes, plan, cluster) for name in origins)
 
 
 def op_s(node: fx.Node, axes: Axes, plan: Plan, cluster: ClusterSpec) -> float:
     """Seconds of one op under its choice; of a pipeline, for one microbatch."""
+    return node_s(node, axes.instances[node.name], *chosen(node, axes, plan), plan.mesh, cluster)
+
+
+def op_work(node: fx.Node, axes: Axes, plan: Plan) -> Work:
+    """What one op does under its choice."""
+    return work_of(node, axes.instances[node.name], *chosen(node, axes, plan), plan.mesh)
+
+
+def chosen(node: fx.Node, axes: Axes, plan: Plan) -> tuple[tuple[str, ...], list[tuple[Layout, torch.dtype]]]:
+    """Roles of an op's choice; layout and dtype of every operand and result."""
     choice = choice_of(axes, node, plan.ops[node.name], plan.mesh)
     assert choice is not None, node.name
     reads = [o.meta["val"] for o in operands(node)]
     reads = [v[0] if isinstance(v, (tuple, list)) else v for v in reads]
     tensors = [(layout, t.dtype) for layout, t in zip(choice.inputs, reads, strict=True)]
     tensors += [(layout, t.dtype) for layout, t in zip(choice.outputs, results(node), strict=True) if t is not None]
-    return node_s(node, axes.instances[node.name], choice.roles, tensors, plan.mesh, cluster)
+    return choice.roles, tensors

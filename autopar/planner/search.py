@@ -14,8 +14,9 @@ from typing import Any
 
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import Memory
-from autopar.cost.price import bill
+from autopar.cost.bill import bill
+from autopar.cost.memory import Memory, state_copies
+from autopar.cost.price import price
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
 from autopar.layout import STAGE, Mesh
@@ -92,7 +93,8 @@ def plan(
         try:
             check_whole(candidate, known.local)
             restriction = restricted(graph, axes, candidate, strategy, pins, stored)
-            made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local)
+            copies = state_copies(optimizer)
+            made = problem(graph, axes, candidate, cluster, restriction, fold=fold, local=local, copies=copies)
         except UnsupportedError as error:
             refused.append(error)
             known.tried.append({"mesh": str(candidate), "untried": str(error).partition("\n")[0]})
@@ -181,7 +183,7 @@ class Known:
 
     def add(self, made: Problem, programme: Programme, found: Found) -> None:
         """Note the plan of one mesh; keep it if it is the fastest."""
-        one = finished(made, programme, found, self.budget)
+        one = finished(made, programme, found, self.budget, self.optimizer)
         self.tried.append({"mesh": str(made.mesh), "step_s": one.costs["step_s"], **one.certificate})
         if self.best is None or one.costs["step_s"] < self.best.costs["step_s"] * (1 - 1e-9):
             self.best = one
@@ -193,7 +195,7 @@ def solve(made: Problem, known: Known, time_limit: float) -> bool:
     A mesh whose bound is above the best plan so far has lost, whatever it needs in memory.
     """
     programme = Programme(made)
-    cutoff = float("inf") if known.best is None else known.best.costs["step_s"]
+    cutoff = float("inf") if known.best is None else known.best.certificate.get("objective_s", float("inf"))
     search = Budgeted(programme, known.budget, known.optimizer, known.local, known.seed, cutoff)
     found = search.solve(time_limit)
     if found.solution.status == "cut off":
@@ -228,19 +230,22 @@ def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
         raise too_small(made, found.memory, known.budget)
 
 
-def finished(made: Problem, programme: Programme, found: Found, budget: float) -> Plan:
+def finished(made: Problem, programme: Programme, found: Found, budget: float, optimizer: object) -> Plan:
     """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
     plan, program = found.plan, found.program
     if STAGE in plan.mesh.names:
         plan = replace(plan, stages=MappingProxyType(stages(made.graph, made.axes, plan, made.cluster)))
-        program = replace(program, plan=plan)
-    costs = bill(program, found.memory, made.graph, made.axes, made.cluster, budget)
-    solution, step_s = found.solution, costs["step_s"]
+    copies = state_copies(optimizer)
+    spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
+    bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
+    plan = replace(plan, bucket_bytes=bucket, copied_bytes=min(bucket, worth_copying(made)))
+    program = replace(program, plan=plan)
+    solution, sum_s = found.solution, price(program, made.graph, made.axes, made.cluster, copies)
     certificate = {
-        "objective_s": step_s,
-        "bound_s": max(0.0, min(solution.bound, step_s)),
-        "gap": max(0.0, 1 - max(0.0, solution.bound) / step_s) if step_s else 0.0,
+        "objective_s": sum_s,
+        "bound_s": max(0.0, min(solution.bound, sum_s)),
+        "gap": max(0.0, 1 - max(0.0, solution.bound) / sum_s) if sum_s else 0.0,
         "rounds": found.rounds,
         "solve_s": solution.seconds,
         "variables": programme.model.size,
@@ -249,15 +254,8 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float) -
     }
     if plan.stages:  # cut by a rule outside the programme, whose bound is none for the whole
         certificate = {key: value for key, value in certificate.items() if key not in ("objective_s", "bound_s", "gap")}
-    spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
-    bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
-    return replace(
-        plan,
-        costs=MappingProxyType(costs),
-        certificate=MappingProxyType(certificate),
-        bucket_bytes=bucket,
-        copied_bytes=min(bucket, worth_copying(made)),
-    )
+    costs = bill(program, found.memory, made.graph, made.axes, made.cluster, optimizer=optimizer, budget_bytes=budget)
+    return replace(plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
 
 
 def worth_copying(made: Problem) -> int:

@@ -21,7 +21,7 @@ from autopar.axes import Axes, Value, computes, source
 from autopar.choices import Choice, choices
 from autopar.cluster import ClusterSpec
 from autopar.cost.comm import steps_s
-from autopar.cost.compute import node_s, owns
+from autopar.cost.compute import node_s, owns, update_s
 from autopar.errors import UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.layout import Layout, Mesh, conversion
@@ -82,6 +82,7 @@ class Edge:
 class Problem:
     """What the programme is built from.
 
+    copies    of a parameter in the optimizer's state
     units     in the order in which they run
     options   per class of units
     edges     all edges; `readers` of every value (unit, result)
@@ -92,6 +93,7 @@ class Problem:
     axes: Axes
     mesh: Mesh
     cluster: ClusterSpec
+    copies: float = 2.0
     units: list[Unit] = field(default_factory=list)
     options: list[tuple[Option, ...]] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
@@ -141,9 +143,10 @@ def problem(
     *,
     fold: bool = True,
     local: Iterable[str] = (),
+    copies: float = 2.0,
 ) -> Problem:
-    """All units, options and edges of one graph on one mesh."""
-    builder = _Builder(Problem(graph, axes, mesh, cluster), restriction, frozenset(local), fold)
+    """All units, options and edges of one graph on one mesh; the optimizer's state holds `copies` of a parameter."""
+    builder = _Builder(Problem(graph, axes, mesh, cluster, copies), restriction, frozenset(local), fold)
     builder.build()
     return builder.made
 
@@ -280,6 +283,8 @@ class _Builder:
             ins: tuple[State, ...] = ((way.stored, "end" if way.level == 1 else ""),) if has_gradient else ()
             hands = "" if way.level < 3 else "keep" if way.keep else "use"
             seconds = steps_s(steps, unit.itemsizes[0], made.mesh, made.cluster)
+            if has_gradient:
+                seconds += update_s(way.stored, made.graph.stored_dtype(entry), made.copies, made.mesh, made.cluster)
             out.append(Option(ins, ((way.home, hands),), seconds, way))
         if not out:
             raise UnsupportedError(f"{self.restriction.what or 'the strategy'} leaves no way to keep {entry.name}")
