@@ -14,6 +14,7 @@ In: a YAML or JSON file, a preset, or the machine itself.  Out: `ClusterSpec`, a
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from itertools import pairwise
@@ -23,28 +24,24 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from autopar.curve import Positive
-from autopar.device import Count, Device, NotNegative, Strict
+from autopar.device import Count, Device, Strict
 from autopar.errors import ClusterError
 from autopar.layout import Mesh
+from autopar.links import Library, Link, Topology, way
 from autopar.presets import PRESETS
 
 
-class Link(Strict):
-    """One level of the network: groups of `devices` devices; latency a message, bandwidth a device and direction."""
-
-    devices: Count
-    latency_s: NotNegative
-    bytes_per_s: Positive
-
-
 class ClusterSpec(Strict):
-    """A cluster: `devices` equal devices, links from the innermost level to the one that connects them all."""
+    """A cluster: `devices` equal devices, links from the innermost level to the one that connects them all.
+
+    `library` moves the bytes: "nccl" and "gloo" have some of the algorithms of `cost/algorithms.py`, "any" has all.
+    """
 
     name: str
     devices: Count
     device: Device
     links: Annotated[tuple[Link, ...], Field(min_length=1)]
+    library: Library = "any"
 
     @model_validator(mode="after")
     def _levels_nest(self) -> ClusterSpec:
@@ -70,13 +67,14 @@ class ClusterSpec(Strict):
         """How many times longer an op takes because all devices of a host are at work."""
         return self.device.crowding(min(self.devices, self.links[0].devices))
 
-    def link(self, mesh: Mesh, axis: str) -> Link:
-        """The slowest link on the way along one mesh axis: the first level that holds a whole group of it."""
-        position = mesh.space.names.index(axis)
-        span = 1
-        for size in mesh.space.sizes[position:]:
-            span *= size
-        return next((link for link in self.links if link.devices >= span), self.links[-1])
+    def topology(self, mesh: Mesh, axis: str) -> Topology:
+        """How many devices of a group along one mesh axis lie within each level; ranks follow the mesh, row-major."""
+        space = mesh.space
+        return self.way(math.prod(space.sizes[space.names.index(axis) + 1 :]), space.size(axis))
+
+    def way(self, stride: int, size: int) -> Topology:
+        """The topology of groups of `size` devices that are `stride` apart."""
+        return way(self.links, stride, size, self.devices, self.library)
 
     def with_devices(self, devices: int) -> ClusterSpec:
         """The same cluster with another number of devices."""
@@ -91,6 +89,26 @@ class ClusterSpec(Strict):
     def load(path: str | os.PathLike[str]) -> ClusterSpec:
         """Read a `.yaml`, `.yml` or `.json` file."""
         return load(Path(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a `.yaml`, `.yml` or `.json` file."""
+        target, data = Path(path), self.model_dump(mode="json", exclude_defaults=True)
+        as_json = target.suffix == ".json"
+        text = json.dumps(data, indent=1) if as_json else yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
+        target.write_text(text + "\n" * as_json, encoding="utf-8")
+
+    def summary(self) -> str:
+        """A few lines that tell what kind of cluster this is."""
+        device = self.device
+        rates = ", ".join(f"{dtype} {rate / 1e9:.4g} Gflop/s" for dtype, rate in device.flops_per_s.items())
+        lines = [
+            f"{self.name}: {self.devices} x {device.type}, {device.memory_bytes / 2**30:.1f} GiB each",
+            f"products {rates}; memory {device.memory_bytes_per_s / 1e9:.4g} GB/s",
+        ]
+        for link in self.links:
+            rate = f"{link.bytes_per_s / 1e9:.4g} GB/s, {1e6 * link.latency_s:.4g} us a message"
+            lines.append(f"{link.devices} devices: {rate}, {len(link.measured)} measured curves")
+        return "\n".join(lines)
 
     @staticmethod
     def preset(name: str, *, devices: int | None = None, hosts: int | None = None) -> ClusterSpec:
@@ -111,7 +129,7 @@ def parse(data: Any, where: str) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate_json(json.dumps(data, default=_plain))
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'cluster'}: {_sentence(e)}" for e in error.errors()]
+        lines = [f"{_place(e)}: {_sentence(e)}" for e in error.errors()]
         raise ClusterError(f"{where}: " + "; ".join(lines)) from None
 
 
@@ -143,9 +161,15 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if isinstance(value, BaseModel) else str(value)
 
 
+def _place(error: Any) -> str:
+    """Where in the data an error is; a check of a whole list says `at` which of its entries."""
+    parts = [*error["loc"], *(value for key, value in error.get("ctx", {}).items() if key == "at")]
+    return ".".join(str(part) for part in parts) or "cluster"
+
+
 def _sentence(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("missing", "extra_forbidden"):
+    if error["type"] in ("missing", "extra_forbidden", "ascend"):
         return message
     return f"{message} (found {error.get('input')!r})"[:200]
 

@@ -101,6 +101,25 @@ def plan_command(
         typer.echo(f"dump in {dump}: " + ", ".join(sorted(p.name for p in dump.iterdir())), err=True)
 
 
+@app.command("calibrate")
+def calibrate_command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="the cluster file to write: .yaml or .json")],
+    devices: Annotated[
+        int | None, typer.Option(help="how many; by default all accelerators, or twice the cores")
+    ] = None,
+    dtypes: Annotated[list[str], typer.Option("--dtype", help="to time operations in; repeatable")] = ["float32"],  # noqa: B006
+) -> None:
+    """Measure this machine: products, other operations, collectives by size; about a minute and a half."""
+    from autopar.cost.calibrate.run import calibrate
+
+    started = time.perf_counter()
+    with working("calibrating") as progress:
+        found = calibrate(devices, dtypes, progress)
+    found.save(out)
+    typer.echo(found.summary())
+    typer.echo(f"{out} in {time.perf_counter() - started:.0f} s", err=True)
+
+
 @app.command("plan-diff")
 def plan_diff_command(
     first: Annotated[Path, typer.Argument(help="a plan file of `autopar plan --out`")],

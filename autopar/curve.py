@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from pydantic import Field, RootModel, model_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
@@ -24,9 +25,10 @@ class Curve(RootModel[Annotated[tuple[Point, ...], Field(min_length=1, strict=Fa
 
     @model_validator(mode="after")
     def _ascends(self) -> Curve:
-        for i, ((before, _), (size, _)) in enumerate(pairwise(self.root)):
+        for i, ((before, _), (size, _)) in enumerate(pairwise(self.root), 1):
             if size <= before:
-                raise ValueError(f"point {i + 1}: sizes ascend, and {size:g} follows {before:g}")
+                text = "sizes must ascend, but {size} follows {before}"
+                raise PydanticCustomError("ascend", text, {"before": before, "size": size, "at": i})
         return self
 
     def at(self, size: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.cost.bill import bill
+from autopar.cost.comm import seconds
 from autopar.cost.memory import Memory, state_copies
 from autopar.cost.price import price
 from autopar.errors import InputError, NoPlan, UnsupportedError
@@ -261,9 +262,7 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float, o
 def worth_copying(made: Problem) -> int:
     """Bytes up to which a tensor is copied into a bucket in less time than a reduction of its own takes to start."""
     space, cluster = made.mesh.space, made.cluster
-    started = max(
-        2 * (n - 1) * cluster.link(space, axis).latency_s for axis, n in zip(space.names, space.sizes, strict=True)
-    )
+    started = max(seconds("all_reduce", 0, cluster.topology(space, axis)) for axis in space.names)
     return int(started * cluster.device.memory_bytes_per_s)
 
 

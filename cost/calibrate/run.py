@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from autopar.cluster import ClusterSpec, parse
 from autopar.cost.calibrate.collectives import Moving, collectives
@@ -90,7 +91,7 @@ def peak_rates(dtypes: Iterable[str], kind: str) -> dict[str, float]:
     device, out = device_of(kind), {}
     for dtype in dtypes:
         a = torch.randn(PEAK_SIZE, PEAK_SIZE).to(device, getattr(torch, dtype))
-        timer = torch.utils.benchmark.Timer("a @ a", globals={"a": a}, num_threads=1)
+        timer = Timer("a @ a", globals={"a": a}, num_threads=1)
         out[dtype] = 2 * PEAK_SIZE**3 / timer.blocked_autorange(min_run_time=0.2).median
     return out
 
