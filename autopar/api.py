@@ -161,7 +161,9 @@ class Compiler:
             odd = next(r for r, text in enumerate(told) if text != told[0])
             raise PlanError(
                 f"rank {odd} captured another graph than rank 0: they run different models, attributes, options of "
-                "parallelize (strategy, memory_bytes, optimizer), unseeded Python random numbers, or versions"
+                "parallelize (strategy, memory_bytes, optimizer), unseeded Python random numbers, or versions, or "
+                "they walk through a set of strings\n  try: PYTHONHASHSEED=0 in the environment, for the same order of "
+                "sets in all processes (`autopar run` and `autopar verify` see to it)"
             )
         text = ""
         with world.agreeing("planning"):

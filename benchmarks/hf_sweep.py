@@ -36,6 +36,7 @@ PAGE = ROOT / "docs" / "architectures.md"
 PURPOSES = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
 BESIDES = ("WhisperForConditionalGeneration",)
 ENOUGH = 60
+FIXED = {"OMP_NUM_THREADS": "1", "AUTOPAR_CACHE": "off", "PYTHONHASHSEED": "0"}  # some models walk through sets
 
 
 def architectures() -> list[str]:
@@ -81,7 +82,7 @@ class Child:
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
-            env={"TRANSFORMERS_VERBOSITY": "error", **os.environ, "OMP_NUM_THREADS": "1", "AUTOPAR_CACHE": "off"},
+            env={"TRANSFORMERS_VERBOSITY": "error", **os.environ, **FIXED},
         )
 
     def end(self) -> None:

@@ -229,3 +229,29 @@ def test_a_refusal_is_known_if_the_table_of_limits_has_it(tmp_path: Path) -> Non
 
 def test_a_refusal_that_no_table_has_is_a_refusal() -> None:
     assert refused("ddp", "no reason\n  more", Target.parse("a:b"), 4) == Row("ddp", "refused", "no reason\n  more")
+
+
+WALKS_THROUGH_A_SET = """
+import torch
+from torch import nn
+
+class Walker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(6, 4 + i) for i, name in enumerate(NAMES)})
+
+    def forward(self, x):
+        return sum(self.layers[name](x).tanh().sum() for name in set(NAMES))
+
+NAMES = ["up", "down", "left", "right", "in", "out", "near", "far"]
+
+def build():
+    return Walker(), (torch.randn(6, 6),)
+"""
+
+
+def test_ranks_trace_what_this_process_traced_though_the_model_walks_through_a_set(tmp_path: Path) -> None:
+    (tmp_path / "walker.py").write_text(WALKS_THROUGH_A_SET)
+    command = [sys.executable, "-m", "autopar.cli", "verify", "walker:build", "--world", "2", "--families", "ddp"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
