@@ -92,7 +92,7 @@ class ClusterSpec(Strict):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a `.yaml`, `.yml` or `.json` file."""
-        target, data = Path(path), self.model_dump(mode="json", exclude_defaults=True)
+        target, data = Path(path), rounded(self.model_dump(mode="json", exclude_defaults=True))
         as_json = target.suffix == ".json"
         text = json.dumps(data, indent=1) if as_json else yaml.safe_dump(data, sort_keys=False, default_flow_style=None)
         target.write_text(text + "\n" * as_json, encoding="utf-8")
@@ -122,6 +122,15 @@ class ClusterSpec(Strict):
         """The machine this runs on: its accelerators or, without any, one gloo process a core."""
         check_count("this machine: devices", devices)
         return _detect(devices)
+
+
+def rounded(data: Any) -> Any:
+    """Plain data with four digits of every number."""
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [rounded(value) for value in data]
+    return float(f"{data:.4g}") if isinstance(data, float) else data
 
 
 def parse(data: Any, where: str) -> ClusterSpec:

@@ -8,6 +8,7 @@ Every op is met at several sizes, in a step like any other: the sizes here are n
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from autopar.api import Compiler
 from autopar.cluster import ClusterSpec
+from autopar.cost.calibrate.pace import Pace
 from autopar.cost.calibrate.profiled import profiled
 from autopar.cost.compute import Work, is_bias, owns
 from autopar.cost.price import op_work
@@ -98,6 +100,7 @@ class Probing:
         bound = bind(self.program, dict.fromkeys(self.plan.mesh.names, 0), {}, device)
         self.bound, self.seconds = profiled(bound, device)
         self.values = self.given(batch, device)
+        self.paces: list[float] = []
 
     def given(self, batch: tuple[Tensor, ...], device: torch.device) -> dict[str, Tensor]:
         """What every input of the graph is: the model's own tensors, the batch, a seed, a gradient of one."""
@@ -117,13 +120,17 @@ class Probing:
             del out
             self.bound.backward([*saved, *(self.values[name] for name in self.program.tangents)])
 
-    def run(self) -> Probed:
-        """Medians over some steps."""
+    def run(self, pace: Pace) -> Probed:
+        """Medians over some steps; beside each the fixed work, whose seconds are noted."""
         for _ in range(WARM):
             self.step()
         self.seconds.clear()
+        self.paces.clear()
         for _ in range(STEPS):
             self.step()
+            started = time.perf_counter()
+            pace()
+            self.paces.append(time.perf_counter() - started)
         samples, views = [], []
         for name, seconds in self.seconds.items():
             node, median = self.graph.nodes.get(name), statistics.median(seconds)

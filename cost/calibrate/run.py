@@ -21,6 +21,7 @@ from autopar.cluster import ClusterSpec, parse
 from autopar.cost.calibrate.collectives import Moving, collectives
 from autopar.cost.calibrate.fit import curves, products
 from autopar.cost.calibrate.overhead import Overhead, overheads
+from autopar.cost.calibrate.pace import Pace
 from autopar.cost.calibrate.probe import Probed, Probing
 from autopar.curve import Curve
 from autopar.device import ANY, Device, Products
@@ -42,7 +43,7 @@ def calibrate(
     world, kind = base.devices, base.device.type
     at_once = min(at_once, world)
     with Pool(world, timeout=600, backend="gloo" if cpu else "nccl") as pool:
-        found: dict[str, tuple[Probed, Probed]] = {}
+        found: dict[str, tuple[Probed, Probed, float]] = {}
         for dtype in dtypes:
             progress(f"timing every operation in {dtype}, on one device and on {at_once} at once")
             found[dtype] = pool.run(probed, dtype, kind, world=at_once)[0]
@@ -77,13 +78,15 @@ def on_device(measure: Callable[..., Any], kind: str, *args: Any) -> Any:
     return measure(device_of(kind), *args)
 
 
-def probed(dtype: str, kind: str) -> tuple[Probed, Probed]:
-    """Every op while this device alone is at work, and while all are."""
-    probing = Probing(getattr(torch, dtype), device_of(kind))
+def probed(dtype: str, kind: str) -> tuple[Probed, Probed, float]:
+    """Every op while this device alone is at work, and while all are; seconds of the fixed work among the latter."""
+    device = device_of(kind)
+    probing, pace = Probing(getattr(torch, dtype), device), Pace(device)
     dist.barrier()
-    alone = probing.run() if dist.get_rank() == 0 else Probed((), 0.0)
+    alone = probing.run(pace) if dist.get_rank() == 0 else None
     dist.barrier()
-    return alone, probing.run()
+    both = probing.run(pace)
+    return alone or both, both, statistics.median(probing.paces)
 
 
 def peak_rates(dtypes: Iterable[str], kind: str) -> dict[str, float]:
@@ -101,7 +104,7 @@ def peak_rates(dtypes: Iterable[str], kind: str) -> dict[str, float]:
 
 def described(
     base: Device,
-    found: dict[str, tuple[Probed, Probed]],
+    found: dict[str, tuple[Probed, Probed, float]],
     peaks: dict[str, float],
     costs: dict[int, list[Overhead]],
     at_once: int,
@@ -109,12 +112,12 @@ def described(
     """A device as it was measured."""
     kernels: dict[str, dict[str, Curve]] = defaultdict(dict)
     fits = {}
-    for dtype, (_, both) in found.items():
+    for dtype, (_, both, _) in found.items():
         fits[dtype] = products([s for s in both.samples if s.work.product and not s.work.pieces])
         for kind, curve in curves(both.samples).items():
             kernels[kind][dtype] = curve
     first = next(iter(found))
-    totals = [sum(s.seconds for s in one.samples) for one in found[first]]
+    totals = [sum(s.seconds for s in one.samples) for one in found[first][:2]]
     size, seconds = kernels[ANY][first].root[-1]
     per_step, per_parameter, per_byte = outside(costs[1])
     kernels["optimizer"][first] = Curve(((1e3, 1e3 * per_byte), (1e9, 1e9 * per_byte)))
@@ -128,6 +131,7 @@ def described(
         "step_s": per_step,
         "parameter_s": per_parameter,
         "agree_s": max(0.0, outside(costs[at_once])[0] - per_step),
+        "pace_s": found[first][2],
         "at_once": at_once,
         "alone": min(1.0, totals[0] / totals[1]),
     }
