@@ -62,6 +62,7 @@ def plan_command(
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="write the plan as JSON to this file")] = None,
     dump: Annotated[Path | None, typer.Option(help="write every intermediate graph and model to this folder")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write when everything happens, for Chrome and Perfetto")] = None,
     as_json: Json = False,
 ) -> None:
     """Plan MODEL for a cluster; no devices are needed."""
@@ -73,6 +74,7 @@ def plan_command(
     # Loaded once the words are known to be right: the compiler takes longer to load than they take to read.
     import torch
 
+    from autopar.cost.trace import save_trace
     from autopar.dump import dump as write_dump
     from autopar.planning import plan_target
 
@@ -95,6 +97,8 @@ def plan_command(
             write_dump(made, dump)
     if out is not None:
         files.save(made.plan, out)
+    if trace is not None:
+        save_trace(made.timeline(), str(target), trace)
     typer.echo(files.dumps(made.plan) if as_json else str(made.plan), nl=not as_json)
     typer.echo(f"model to plan in {seconds:.1f} s", err=True)
     if dump is not None:

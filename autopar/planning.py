@@ -13,7 +13,10 @@ from autopar import _torch
 from autopar.api import Compiler
 from autopar.axes import Axes
 from autopar.cluster import ClusterSpec
+from autopar.cost.memory import STATE_COPIES
+from autopar.cost.timeline import Timeline, timeline
 from autopar.graph import Graph
+from autopar.passes import emit
 from autopar.pins import NONE, Pins
 from autopar.plan import Plan
 from autopar.verify.target import Built, Target
@@ -29,6 +32,11 @@ class Made:
     cluster: ClusterSpec
     strategy: Any = None
     pins: Pins = NONE
+
+    def timeline(self) -> Timeline:
+        """When everything happens in a step of it."""
+        program = emit(self.graph, self.axes, self.plan)
+        return timeline(program, self.graph, self.axes, self.cluster, STATE_COPIES["AdamW"])
 
 
 def plan_target(
