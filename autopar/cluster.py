@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from autopar.device import Count, Device, Strict
 from autopar.errors import ClusterError
 from autopar.layout import Mesh
-from autopar.links import Library, Link, Topology, way
+from autopar.links import Library, Link, Topology, way, wrong
 from autopar.presets import PRESETS
 
 
@@ -45,12 +45,16 @@ class ClusterSpec(Strict):
 
     @model_validator(mode="after")
     def _levels_nest(self) -> ClusterSpec:
-        sizes = [link.devices for link in self.links]
-        for inner, outer in pairwise(sizes):
+        for index, (inner, outer) in enumerate(pairwise(link.devices for link in self.links), 1):
             if outer <= inner or outer % inner:
-                raise ValueError(f"links: a level of {outer} devices cannot consist of groups of {inner}")
-        if sizes[-1] < self.devices:
-            raise ValueError(f"links: the outermost level connects {sizes[-1]} of {self.devices} devices")
+                raise wrong(f"links.{index}.devices", f"a level of {outer} devices cannot consist of groups of {inner}")
+        for index, link in enumerate(self.links):
+            if link.devices % link.shared_by:
+                text = f"groups of {link.shared_by} that share a link do not divide a level of {link.devices} devices"
+                raise wrong(f"links.{index}.shared_by", text)
+        if (most := self.links[-1].devices) < self.devices:
+            at = f"links.{len(self.links) - 1}.devices"
+            raise wrong(at, f"the outermost level connects {most} of {self.devices} devices")
         return self
 
     @property
@@ -144,7 +148,7 @@ def _place(error: Any) -> str:
 
 def _sentence(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("missing", "extra_forbidden", "ascend"):
+    if error["type"] in ("missing", "extra_forbidden", "place"):
         return message
     return f"{message} (found {error.get('input')!r})"[:200]
 

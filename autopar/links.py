@@ -26,6 +26,11 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all",
 Library = Literal["any", "nccl", "gloo"]
 
 
+def wrong(at: str, text: str) -> PydanticCustomError:
+    """An error at a place below the one that a check was written for."""
+    return PydanticCustomError("place", "{text}", {"text": text, "at": at})
+
+
 class Curve(Strict):
     """Measured seconds of one collective on `devices` devices: points (bytes at the larger end, seconds)."""
 
@@ -38,8 +43,7 @@ class Curve(Strict):
     def _ascend(cls, points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         for index, ((before, _), (after, _)) in enumerate(pairwise(points), 1):
             if after <= before:
-                text = "bytes must ascend, but {after} follow {before}"
-                raise PydanticCustomError("ascend", text, {"before": before, "after": after, "at": index})
+                raise wrong(str(index), f"bytes must ascend, but {after} follow {before}")
         return points
 
     def seconds(self, count: float) -> float:

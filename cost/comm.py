@@ -84,6 +84,13 @@ def seconds(kind: str, count: float, topology: Topology) -> float:
     return choose(kind, count, topology).seconds
 
 
+def bus_bytes(kind: str, count: float, devices: int) -> float:
+    """Bytes that a collective of `count` bytes has to bring through each device's link (nccl-tests, PERFORMANCE.md)."""
+    if kind in ("broadcast", "send_recv"):
+        return count
+    return (2 if kind == "all_reduce" else 1) * (devices - 1) / devices * count
+
+
 def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> float:
     """Seconds of one collective on devices that one link joins; `local_bytes` at the larger end of it."""
     return seconds(kind, local_bytes, alone(link, devices))
