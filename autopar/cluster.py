@@ -8,7 +8,9 @@ In: a YAML or JSON file, a preset, or the machine itself.  Out: `ClusterSpec`, a
              memory_bytes_per_s: 2.0e12, launch_s: 6e-6}
     links:                       # innermost first; `devices` is how many devices such a link connects
       - {devices: 8,  latency_s: 3e-6, bytes_per_s: 230e9}
-      - {devices: 16, latency_s: 8e-6, bytes_per_s: 24e9}
+      - {devices: 16, latency_s: 8e-6, bytes_per_s: 24e9, shared_by: 8}   # one network card for 8 devices
+
+docs/collectives.md tells what else a link may say.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class ClusterSpec(Strict):
             if outer <= inner or outer % inner:
                 raise wrong(f"links.{index}.devices", f"a level of {outer} devices cannot consist of groups of {inner}")
         for index, link in enumerate(self.links):
-            if link.devices % link.shared_by:
-                text = f"groups of {link.shared_by} that share a link do not divide a level of {link.devices} devices"
+            if link.shared_by > link.devices:
+                text = f"{link.shared_by} devices cannot share a link in a level of {link.devices}"
                 raise wrong(f"links.{index}.shared_by", text)
         if (most := self.links[-1].devices) < self.devices:
             at = f"links.{len(self.links) - 1}.devices"
@@ -81,7 +83,8 @@ class ClusterSpec(Strict):
         inner = [link for link in self.links if link.devices < devices]
         widest = next((link for link in self.links if link.devices >= devices), self.links[-1])
         kept = inner if not inner or devices % inner[-1].devices == 0 else []
-        links = [*kept, widest.model_copy(update={"devices": devices})]
+        resized = {"devices": devices, "shared_by": min(widest.shared_by, devices)}
+        links = [*kept, widest.model_copy(update=resized)]
         return parse({**self.model_dump(), "devices": devices, "links": links}, self.name)
 
     @staticmethod

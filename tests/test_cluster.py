@@ -151,12 +151,14 @@ def test_groups_that_do_not_fill_blocks_alike_are_flat_on_the_slowest_level(
     assert (only.behind, only.groups) == (1, only.link.shared_by)
 
 
-def test_every_preset_is_valid_alone_on_part_of_a_host_and_on_several() -> None:
+def test_every_preset_can_have_any_number_of_devices() -> None:
     for name, (_, per_host) in PRESETS.items():
-        for devices in (1, per_host // 2, per_host, 3 * per_host):
+        for devices in (1, per_host // 2, per_host, per_host + 3, 3 * per_host):
             cluster = ClusterSpec.preset(name, devices=devices)
             assert cluster.devices == devices
             assert cluster.way(1, devices).devices == devices
+            assert cluster.with_devices(2 * per_host + 1).way(1, 2).devices == 2
+            assert cluster.with_devices(2).way(1, 2).devices == 2
 
 
 LINES = """
@@ -198,11 +200,7 @@ def test_measured_curves_are_read_from_a_file(tmp_path: Path) -> None:
             "links.0.measured.0.points: Tuple should have at least",
         ),
         ("shared_by: 4", "shared_by: 0", "links.0.shared_by: Input should be greater than or equal to 1 (found 0)"),
-        (
-            "shared_by: 4",
-            "shared_by: 3",
-            "links.0.shared_by: groups of 3 that share a link do not divide a level of 16",
-        ),
+        ("shared_by: 4", "shared_by: 17", "links.0.shared_by: 17 devices cannot share a link in a level of 16"),
         ("start_s: 2e-5", "start_s: -1", "links.0.start_s: Input should be greater than or equal to 0 (found -1)"),
         ("bytes_per_s: 24e9", "bytes_per_s: 0", "links.0.bytes_per_s: Input should be greater than 0 (found 0)"),
         ("bytes_per_s: 24e9", "bytes_per_s: -3", "links.0.bytes_per_s: Input should be greater than 0 (found -3)"),

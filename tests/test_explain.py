@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from autopar.cluster import ClusterSpec
-from autopar.cost.algorithms import ALGORITHMS
+from autopar.cost.algorithms import ALGORITHMS, ONE_LEVEL
 from autopar.errors import InputError
 from autopar.explain import SIZES, explain
 from autopar.presets import PRESETS
@@ -60,3 +61,17 @@ def test_the_command_prints_text_or_json_and_refuses_unknown_presets() -> None:
     wrong = run("--cluster", "dgx-9")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("ClusterError: no preset 'dgx-9'; there are cpu-gloo, dgx-2, ")
+
+
+def test_the_document_names_every_preset_and_every_algorithm() -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "collectives.md").read_text()
+    ways = {name for kind in ONE_LEVEL.values() for name in kind}
+    assert [name for name in (*PRESETS, *ways, *ALGORITHMS) if name not in text] == []
+
+
+def test_the_cluster_file_of_the_document_loads(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[1] / "docs" / "collectives.md").read_text()
+    file = tmp_path / "lab.yaml"
+    file.write_text(text.split("```yaml\n")[1].split("```")[0])
+    cluster = ClusterSpec.load(file)
+    assert explain("all_reduce", cluster.with_devices(16)).choice(2**20).name == "measured"

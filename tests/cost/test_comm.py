@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import sympy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
@@ -88,6 +88,7 @@ def test_small_messages_pay_the_fewest_latencies() -> None:
     assert collective_s("all_gather", 0, 8, slow_start) == pytest.approx(3 * 3e-6 + 5e-5)
 
 
+@settings(deadline=None)  # formulas are made when first used
 @given(st.integers(2, 48), st.floats(0, 1e10), st.sampled_from(sorted(ALGORITHMS)))
 def test_nothing_is_cheaper_than_what_is_chosen(devices: int, count: float, kind: str) -> None:
     topology = way(HOSTS, 1, devices, 48)
@@ -100,6 +101,7 @@ def test_nothing_is_cheaper_than_what_is_chosen(devices: int, count: float, kind
         assert choice.seconds >= bus_bytes(kind, count, devices) / topology.levels[0].link.bytes_per_s
 
 
+@settings(deadline=None)  # formulas are made when first used
 @given(st.integers(2, 48), st.lists(st.floats(0, 1e10), min_size=2, max_size=9), st.sampled_from(sorted(ALGORITHMS)))
 def test_more_bytes_never_take_less_time(devices: int, counts: list[float], kind: str) -> None:
     topology = way(HOSTS, 1, devices, 48)
