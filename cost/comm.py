@@ -116,11 +116,11 @@ def _flat(algorithm: Algorithm, topology: Topology) -> list[float]:
     In a ring only one device of each inner group sends out of it. In step i of a pairwise exchange min(i, m, n - i) of
     m neighbouring devices do, on average m (n - m) / (n - 1).
     """
-    inside, bandwidth = 1, math.inf
-    n = topology.devices
+    inside, bandwidth, n = 1, math.inf, topology.devices
     for level in topology.levels:
-        near = min(level.behind, inside)
-        sending = level.behind / near * (near * (n - near) / (n - 1) if algorithm.outer == "pairwise" else 1)
+        sending: float = math.ceil(level.behind / inside)
+        if algorithm.outer == "pairwise":
+            sending = level.behind * (n - min(level.behind, inside)) / (n - 1)
         bandwidth = min(bandwidth, level.link.bytes_per_s / (level.groups * sending))
         inside *= level.devices
     return _values(n, max(level.link.latency_s for level in topology.levels), bandwidth, topology.levels[-1].link)
@@ -130,7 +130,7 @@ def _nested(algorithm: Algorithm, topology: Topology) -> list[float]:
     """Level by level. All devices of the cluster send at a time, but in a broadcast one of each inner group."""
     values, inside = [], 1
     for level in topology.levels:
-        behind = level.behind if algorithm.collective != "broadcast" else level.behind / min(level.behind, inside)
+        behind = math.ceil(level.behind / inside) if algorithm.collective == "broadcast" else level.behind
         bandwidth = level.link.bytes_per_s / (level.groups * behind)
         values += _values(level.devices, level.link.latency_s, bandwidth, level.link)
         inside *= level.devices
