@@ -1,4 +1,4 @@
-"""The command `autopar`: `plan`, `plan-diff`, `verify`, `verify-rule`, `run`.
+"""The command `autopar`: `plan`, `plan-diff`, `explain`, `verify`, `verify-rule`, `run`.
 
 In: the command line.  Out: text or JSON on standard output, progress on standard error, an exit code.
 Next: `commands.py`.

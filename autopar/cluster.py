@@ -8,7 +8,9 @@ In: a YAML or JSON file, a preset, or the machine itself.  Out: `ClusterSpec`, a
              memory_bytes_per_s: 2.0e12, launch_s: 6e-6}
     links:                       # innermost first; `devices` is how many devices such a link connects
       - {devices: 8,  latency_s: 3e-6, bytes_per_s: 230e9}
-      - {devices: 16, latency_s: 8e-6, bytes_per_s: 24e9}
+      - {devices: 16, latency_s: 8e-6, bytes_per_s: 24e9, shared_by: 8}   # one network card for 8 devices
+
+docs/collectives.md tells what else a link may say.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from autopar.curve import wrong
 from autopar.device import Count, Device, Strict
 from autopar.errors import ClusterError
 from autopar.layout import Mesh
@@ -45,12 +48,16 @@ class ClusterSpec(Strict):
 
     @model_validator(mode="after")
     def _levels_nest(self) -> ClusterSpec:
-        sizes = [link.devices for link in self.links]
-        for inner, outer in pairwise(sizes):
+        for index, (inner, outer) in enumerate(pairwise(link.devices for link in self.links), 1):
             if outer <= inner or outer % inner:
-                raise ValueError(f"links: a level of {outer} devices cannot consist of groups of {inner}")
-        if sizes[-1] < self.devices:
-            raise ValueError(f"links: the outermost level connects {sizes[-1]} of {self.devices} devices")
+                raise wrong(f"links.{index}.devices", f"a level of {outer} devices cannot consist of groups of {inner}")
+        for index, link in enumerate(self.links):
+            if link.shared_by > link.devices:
+                text = f"{link.shared_by} devices cannot share a link in a level of {link.devices}"
+                raise wrong(f"links.{index}.shared_by", text)
+        if (most := self.links[-1].devices) < self.devices:
+            at = f"links.{len(self.links) - 1}.devices"
+            raise wrong(at, f"the outermost level connects {most} of {self.devices} devices")
         return self
 
     @property
@@ -82,7 +89,8 @@ class ClusterSpec(Strict):
         inner = [link for link in self.links if link.devices < devices]
         widest = next((link for link in self.links if link.devices >= devices), self.links[-1])
         kept = inner if not inner or devices % inner[-1].devices == 0 else []
-        links = [*kept, widest.model_copy(update={"devices": devices})]
+        resized = {"devices": devices, "shared_by": min(widest.shared_by, devices)}
+        links = [*kept, widest.model_copy(update=resized)]
         return parse({**self.model_dump(), "devices": devices, "links": links}, self.name)
 
     @staticmethod
@@ -178,7 +186,7 @@ def _place(error: Any) -> str:
 
 def _sentence(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("missing", "extra_forbidden", "ascend"):
+    if error["type"] in ("missing", "extra_forbidden", "place"):
         return message
     return f"{message} (found {error.get('input')!r})"[:200]
 

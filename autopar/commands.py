@@ -34,8 +34,9 @@ Model = Annotated[str, typer.Argument(help="package.module:function returning (m
 Set = Annotated[list[str], typer.Option("--set", help="key=value for the function or the hf config; repeatable")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 Seed = Annotated[int, typer.Option(help="seed of the model, its inputs and the random plans")]
-Cluster = Annotated[str, typer.Option(help="a preset (cpu-gloo, dgx-a100-80, dgx-h100), a .yaml or .json file, detect")]
+Cluster = Annotated[str, typer.Option(help="a preset (cpu-gloo, dgx-h100, p4d, ...), a .yaml or .json file, detect")]
 Devices = Annotated[int | None, typer.Option(help="number of devices")]
+Hosts = Annotated[int | None, typer.Option(help="number of hosts of a preset")]
 Strategy = Annotated[str | None, typer.Option(help="force one, like 'zero(3)' or 'ddp(2) * tensor(2)'")]
 PinsFile = Annotated[Path | None, typer.Option("--pins", help="a YAML file of what is fixed: see docs/pins.md")]
 Memory = Annotated[str | None, typer.Option(help="bytes a device may use, like 8GiB")]
@@ -53,7 +54,7 @@ def plan_command(
     model: Model,
     cluster: Cluster = "cpu-gloo",
     devices: Devices = None,
-    hosts: Annotated[int | None, typer.Option(help="number of hosts of a preset")] = None,
+    hosts: Hosts = None,
     settings: Set = [],  # noqa: B006
     strategy: Strategy = None,
     pins: PinsFile = None,
@@ -122,6 +123,21 @@ def calibrate_command(
     found.save(out)
     typer.echo(found.summary())
     typer.echo(f"{out} in {time.perf_counter() - started:.0f} s", err=True)
+
+
+@app.command("explain")
+def explain_command(
+    collective: Annotated[str, typer.Option(help="all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, ...")],
+    cluster: Cluster = "cpu-gloo",
+    devices: Devices = None,
+    hosts: Hosts = None,
+    as_json: Json = False,
+) -> None:
+    """What a COLLECTIVE over all devices of a cluster costs: formulas, the algorithm chosen by size, a plot."""
+    from autopar.explain import explain
+
+    found = explain(collective, read_cluster(cluster, devices, hosts))
+    typer.echo(json.dumps(found.json(), indent=2) if as_json else found.text())
 
 
 @app.command("plan-diff")

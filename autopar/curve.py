@@ -17,6 +17,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
 
 
+def wrong(at: str, text: str) -> PydanticCustomError:
+    """An error at a place below the one that a check was written for."""
+    return PydanticCustomError("place", "{text}", {"text": text, "at": at})
+
+
 class Curve(RootModel[Annotated[tuple[Point, ...], Field(min_length=1, strict=False)]], frozen=True):
     """Seconds over size: a straight line between points on logarithmic scales.
 
@@ -27,8 +32,7 @@ class Curve(RootModel[Annotated[tuple[Point, ...], Field(min_length=1, strict=Fa
     def _ascends(self) -> Curve:
         for i, ((before, _), (size, _)) in enumerate(pairwise(self.root), 1):
             if size <= before:
-                text = "sizes must ascend, but {size} follows {before}"
-                raise PydanticCustomError("ascend", text, {"before": before, "size": size, "at": i})
+                raise wrong(str(i), f"sizes must ascend, but {size} follow {before}")
         return self
 
     def at(self, size: float) -> float:

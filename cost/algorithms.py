@@ -183,7 +183,8 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "send_recv": tuple(_flat("send_recv")),
 }
 
-# What a library is known to do, by name; "any" does everything. NCCL: src/graph/tuning.cc; gloo: docs/algorithms.md.
+# What a library is known to do, by name; "any" does everything. NCCL: src/graph/tuning.cc, where trees span hosts and
+# are chains inside; here their inside is a ring's. gloo, as torch calls it: gloo/allreduce.cc, gloo/broadcast.cc.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "nccl": (
         "ring",

@@ -85,6 +85,13 @@ def seconds(kind: str, count: float, topology: Topology) -> float:
     return choose(kind, count, topology).seconds
 
 
+def bus_bytes(kind: str, count: float, devices: int) -> float:
+    """Bytes that a collective of `count` bytes has to bring through each device's link (nccl-tests, PERFORMANCE.md)."""
+    if kind in ("broadcast", "send_recv"):
+        return count
+    return (2 if kind == "all_reduce" else 1) * (devices - 1) / devices * count
+
+
 def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> float:
     """Seconds of one collective on devices that one link joins; `local_bytes` at the larger end of it."""
     return seconds(kind, local_bytes, alone(link, devices))
@@ -123,11 +130,11 @@ def _flat(algorithm: Algorithm, topology: Topology) -> list[float]:
     In a ring only one device of each inner group sends out of it. In step i of a pairwise exchange min(i, m, n - i) of
     m neighbouring devices do, on average m (n - m) / (n - 1).
     """
-    inside, bandwidth = 1, math.inf
-    n = topology.devices
+    inside, bandwidth, n = 1, math.inf, topology.devices
     for level in topology.levels:
-        near = min(level.behind, inside)
-        sending = level.behind / near * (near * (n - near) / (n - 1) if algorithm.outer == "pairwise" else 1)
+        sending: float = math.ceil(level.behind / inside)
+        if algorithm.outer == "pairwise":
+            sending = level.behind * (n - min(level.behind, inside)) / (n - 1)
         bandwidth = min(bandwidth, level.link.bytes_per_s / (level.groups * sending))
         inside *= level.devices
     return _values(n, max(level.link.latency_s for level in topology.levels), bandwidth, topology.levels[-1].link)
@@ -137,7 +144,7 @@ def _nested(algorithm: Algorithm, topology: Topology) -> list[float]:
     """Level by level. All devices of the cluster send at a time, but in a broadcast one of each inner group."""
     values, inside = [], 1
     for level in topology.levels:
-        behind = level.behind if algorithm.collective != "broadcast" else level.behind / min(level.behind, inside)
+        behind = math.ceil(level.behind / inside) if algorithm.collective == "broadcast" else level.behind
         bandwidth = level.link.bytes_per_s / (level.groups * behind)
         values += _values(level.devices, level.link.latency_s, bandwidth, level.link)
         inside *= level.devices

@@ -71,7 +71,7 @@ def test_plan_prints_json_that_loads() -> None:
         (
             ("plan", MLP, "--cluster", "moon"),
             2,
-            "ClusterError: no preset 'moon'; there are cpu-gloo, dgx-a100-80, dgx-h100\n",
+            "ClusterError: no preset 'moon'; there are cpu-gloo, dgx-2, dgx-a100-40, dgx-a100-80, dgx-h100, ",
         ),
         (("plan", MLP, "--devices", "2", "--memory", "20KB"), 3, "NoPlan: "),
         (
