@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import Memory
+from autopar.cost.memory import Memory, memory
 from autopar.cost.price import bill
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
@@ -181,7 +181,7 @@ class Known:
 
     def add(self, made: Problem, programme: Programme, found: Found) -> None:
         """Note the plan of one mesh; keep it if it is the fastest."""
-        one = finished(made, programme, found, self.budget)
+        one = finished(made, programme, found, self.budget, self.optimizer)
         self.tried.append({"mesh": str(made.mesh), "step_s": one.costs["step_s"], **one.certificate})
         if self.best is None or one.costs["step_s"] < self.best.costs["step_s"] * (1 - 1e-9):
             self.best = one
@@ -228,14 +228,17 @@ def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
         raise too_small(made, found.memory, known.budget)
 
 
-def finished(made: Problem, programme: Programme, found: Found, budget: float) -> Plan:
+def finished(made: Problem, programme: Programme, found: Found, budget: float, optimizer: Any) -> Plan:
     """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
-    plan, program = found.plan, found.program
+    spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
+    bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
+    plan = replace(found.plan, bucket_bytes=bucket, copied_bytes=min(bucket, worth_copying(made)))
     if STAGE in plan.mesh.names:
         plan = replace(plan, stages=MappingProxyType(stages(made.graph, made.axes, plan, made.cluster)))
-        program = replace(program, plan=plan)
-    costs = bill(program, found.memory, made.graph, made.axes, made.cluster, budget)
+    program = replace(found.program, plan=plan)
+    held = memory(program, optimizer)
+    costs = bill(program, held, made.graph, made.axes, made.cluster, budget)
     solution, step_s = found.solution, costs["step_s"]
     certificate = {
         "objective_s": step_s,
@@ -249,15 +252,7 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float) -
     }
     if plan.stages:  # cut by a rule outside the programme, whose bound is none for the whole
         certificate = {key: value for key, value in certificate.items() if key not in ("objective_s", "bound_s", "gap")}
-    spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
-    bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
-    return replace(
-        plan,
-        costs=MappingProxyType(costs),
-        certificate=MappingProxyType(certificate),
-        bucket_bytes=bucket,
-        copied_bytes=min(bucket, worth_copying(made)),
-    )
+    return replace(plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
 
 
 def worth_copying(made: Problem) -> int:
