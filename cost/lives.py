@@ -14,10 +14,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, ops
 
+from autopar.attention import MASK_AT
 from autopar.cost.compute import owns
 from autopar.cost.staging import chain, copies_slice, moved, packed, unpacked
 from autopar.layout import MICRO, Layout, Mesh, Step
@@ -164,7 +166,7 @@ class _Sweep:
         if node.target is operator.getitem and isinstance(first, fx.Node):
             found = self.mine[first]
             return [life for life in found if life.result == node.args[1]] or found[:0]
-        if not owns(node) or adds_bias(node):
+        if not owns(node) or adds_bias(node) or spared(node):
             return self.mine[first] if isinstance(first, fx.Node) else []
         if node in self.writers:
             return [self.slot(self.writers[node])]
@@ -243,6 +245,37 @@ def stays(step: Step, operand: fx.Node, mesh: Mesh) -> bool:
     if step.kind == "all_reduce":
         return step.axis != MICRO and alone(operand)
     return step.kind == "relabel" or (step.kind == "slice" and not copies_slice(step, mesh))
+
+
+def spared(node: fx.Node) -> bool:
+    """Whether the reshape after an attention op copies nothing, as its kernel has the heads beside their elements.
+
+    Torch's fused kernels write [b, q, h, f] in memory; gradients of keys that query heads share are sums in order.
+    """
+    turned: Any = node.args[0] if node.target is aten.reshape.default else None
+    if turned is None or turned.target is not aten.permute.default or list(turned.args[1]) != [0, 2, 1, 3]:
+        return False
+    picked: Any = turned.args[0]
+    if picked.target is not operator.getitem or not fused(picked.args[0]):
+        return False
+    attention, result = picked.args
+    q, k, _ = shapes(attention)
+    return result == 0 or q[1] == k[1]
+
+
+def fused(node: Any) -> bool:
+    """Whether a fused kernel runs an attention op or its backward, see `kernels.py`."""
+    if node.target not in MASK_AT:
+        return False
+    mask, causal, _, dropout = node.args[MASK_AT[node.target] :][:4]
+    q, k, v = shapes(node)
+    return mask is None and not dropout and (not causal or q[2] == k[2]) and q[3] == v[3]
+
+
+def shapes(node: Any) -> list[torch.Size]:
+    """Of the queries, keys and values of an attention op or its backward."""
+    first = 0 if node.target is ops.autopar.attention.default else 1
+    return [x.meta["val"].shape for x in node.args[first : first + 3]]
 
 
 def adds_bias(node: fx.Node) -> bool:
