@@ -2,25 +2,19 @@
 
 In: an emitted `Program`, the optimizer's state.  Out: `Memory`, with the tensors alive at the peak.  Next: `price.py`.
 
-Sizes are those of the first device, which holds the largest piece of everything. A value lives from the node that makes
-it to the last node that reads it or a view of it; forward's results and gradients live to the end of the step.
+Sizes are those of the first device, which holds the largest piece of everything.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import fx
-
-from autopar.cost.compute import owns
-from autopar.cost.staging import copies_slice, staging_elements
+from autopar.cost.lives import Lives, size_of
+from autopar.cost.staging import chain
 from autopar.errors import PlanError
-from autopar.layout import Layout, Mesh
-from autopar.passes.markers import slice as slice_marker
+from autopar.layout import conversion
 from autopar.program import Program
 
 STATE_COPIES: Mapping[str, float] = {
@@ -66,13 +60,15 @@ class Memory:
     """Bytes on one device.
 
     persistent  by kind: parameters, copies, optimizer, buffers, inputs, constants
-    timeline    bytes alive beside those, node by node
+    timeline    bytes alive beside those, node by node; a collective has a point for every buffer on its way
     alive       what is alive at the peak, largest first
+    gradients   bytes of the parameters' gradients at the end of the step, which are part of the timeline's
     """
 
     persistent: Mapping[str, int]
     timeline: tuple[Point, ...]
     alive: tuple[Alive, ...]
+    gradients: int = 0
 
     @property
     def peak(self) -> int:
@@ -83,15 +79,18 @@ class Memory:
         return max(self.timeline, key=lambda p: p.bytes, default=None)
 
 
-def size_of(layout: Layout, dtype: torch.dtype, mesh: Mesh) -> int:
-    """Bytes of the largest piece."""
-    return layout.local_numel(mesh) * dtype.itemsize
-
-
 def memory(program: Program, optimizer: Any) -> Memory:
     """Everything one device holds in a step of `program`."""
-    lives = _Lives(program)
-    return Memory(persistent_bytes(program, state_copies(optimizer)), lives.timeline(), lives.at_peak())
+    lives = Lives(program)
+    bytes_ = lives.bytes_at()
+    at = max(range(len(bytes_)), key=bytes_.__getitem__, default=0)
+    there = [Alive(x.name, x.bytes, x.source) for x in lives.lives if x.first <= at <= x.last]
+    return Memory(
+        persistent=persistent_bytes(program, state_copies(optimizer)),
+        timeline=tuple(Point(name, phase, size) for (name, phase), size in zip(lives.points, bytes_, strict=True)),
+        alive=tuple(sorted(there, key=lambda a: (-a.bytes, a.name))),
+        gradients=sum(x.bytes for x in lives.gradients),
+    )
 
 
 def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
@@ -107,7 +106,9 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
             out["parameters"] += stored
             out["optimizer"] += int(copies * stored) if entry.trainable else 0
             if kept.level in (1, 2):
-                out["copies"] += size_of(kept.home, val.dtype, mesh)
+                gathered = conversion(kept.stored, kept.home, mesh)
+                assert gathered, f"{entry.name}: {kept.stored} is gathered to {kept.home}"
+                out["copies"] += chain(gathered[-1], mesh)[-1] * val.dtype.itemsize
             elif dtype.itemsize != val.dtype.itemsize:
                 out["copies"] += size_of(kept.stored, val.dtype, mesh)
         else:
@@ -115,97 +116,3 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
             out[kind] += size_of(program.input_layouts[entry.node], val.dtype, mesh)
     out["constants"] = sum(t.numel() * t.dtype.itemsize for t in graph.attributes.values())
     return out
-
-
-Storage = tuple[str, str, int]  # phase, node, result
-
-
-class _Lives:
-    """Life of every storage over the two graphs, nodes counted through."""
-
-    def __init__(self, program: Program) -> None:
-        self.mesh = program.plan.mesh
-        self.bytes: dict[Storage, int] = {}
-        self.source: dict[Storage, str] = {}
-        self.first: dict[Storage, int] = {}
-        self.last: dict[Storage, int] = {}
-        self.names: list[tuple[str, str]] = []
-        self.held: dict[str, list[Storage]] = {}
-        count = len(program.graph.outputs)
-        ends = sum("gradient" not in o.kind for o in program.graph.outputs)
-        self.forever: list[Storage] = []
-        results = self.run(program.forward, "forward", {})
-        assert count >= ends
-        self.forever += [s for r in results[:ends] for s in r]
-        saved = dict(zip(program.saved, results[ends:], strict=True))
-        self.forever += [s for r in self.run(program.backward, "backward", saved) for s in r]
-        for storage in self.forever:
-            self.last[storage] = len(self.names)
-
-    def run(self, graph: fx.Graph, phase: str, given: Mapping[str, list[Storage]]) -> list[list[Storage]]:
-        """Walk one graph; the storages of its results."""
-        mine: dict[fx.Node, list[Storage]] = {}
-        for node in graph.nodes:
-            now = len(self.names)
-            if node.op == "placeholder":
-                mine[node] = given.get(node.name, [])
-                continue
-            if node.op == "output":
-                return [mine[r] if r is not None else [] for r in node.args[0]]
-            for operand in node.all_input_nodes:
-                for storage in mine[operand]:
-                    self.last[storage] = max(self.last[storage], now)
-            mine[node] = self.made(node, phase, now, mine)
-            self.names.append((node.name, phase))
-        return []
-
-    def made(self, node: fx.Node, phase: str, now: int, mine: dict[fx.Node, list[Storage]]) -> list[Storage]:
-        if node.op == "get_attr":
-            return []
-        if node.target is operator.getitem:
-            found = mine[node.args[0]]  # type: ignore[index]
-            return [s for s in found if s[2] == node.args[1]] or found[:0]
-        if (node.target is slice_marker and not copies_slice(node.meta["step"], self.mesh)) or (
-            "step" not in node.meta and not owns(node)
-        ):
-            return mine[node.args[0]] if isinstance(node.args[0], fx.Node) else []
-        val = node.meta.get("val")
-        tensors = list(val) if isinstance(val, (list, tuple)) else [val]
-        out = []
-        for i, (tensor, layout) in enumerate(zip(tensors, node.meta.get("layouts", ()), strict=False)):
-            if isinstance(tensor, torch.Tensor):
-                storage = (phase, node.name, i)
-                self.bytes[storage] = size_of(layout, tensor.dtype, self.mesh)
-                self.source[storage] = node.meta.get("source", "")
-                self.first[storage] = self.last[storage] = now
-                out.append(storage)
-        self.stage(node, phase, now)
-        return out
-
-    def stage(self, node: fx.Node, phase: str, now: int) -> None:
-        """The buffers of a collective, alive while it runs."""
-        if "step" not in node.meta:
-            return
-        elements = staging_elements(node.meta["step"], self.mesh)
-        storage = (phase, f"{node.name} in flight", 0)
-        self.bytes[storage] = elements * node.meta["val"].dtype.itemsize
-        self.source[storage] = node.meta.get("source", "")
-        self.first[storage] = self.last[storage] = now
-
-    def timeline(self) -> tuple[Point, ...]:
-        change = [0] * (len(self.names) + 2)
-        for storage, size in self.bytes.items():
-            change[self.first[storage]] += size
-            change[self.last[storage] + 1] -= size
-        points, live = [], 0
-        for i, (name, phase) in enumerate(self.names):
-            live += change[i]
-            points.append(Point(name, phase, live))
-        return tuple(points)
-
-    def at_peak(self) -> tuple[Alive, ...]:
-        points = self.timeline()
-        at = max(range(len(points)), key=lambda i: points[i].bytes, default=0)
-        alive = [s for s in self.bytes if self.first[s] <= at <= self.last[s]]
-        listed = [Alive(s[1], self.bytes[s], self.source[s]) for s in alive]
-        return tuple(sorted(listed, key=lambda a: (-a.bytes, a.name)))

@@ -82,7 +82,9 @@ class Lowering:
         got = self.call(aten.reshape.default, got, [n if first.kind == "all_gather" else 1, sum(widths)])
         out, at = [], 0
         for step, width in zip(steps, widths, strict=True):
-            part = self.call(aten.slice.Tensor, got, 1, at, at + width)
+            part = self.contiguous(
+                self.call(aten.slice.Tensor, got, 1, at, at + width)
+            )  # no view, which would keep got
             part = self.call(aten.reshape.default, part, self.got_shape(step))
             out.append(self.unpacked(part, step))
             at += width

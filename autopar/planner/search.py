@@ -16,7 +16,7 @@ from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.cost.bill import bill
 from autopar.cost.comm import seconds
-from autopar.cost.memory import Memory, state_copies
+from autopar.cost.memory import Memory, memory, state_copies
 from autopar.cost.price import price
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph
@@ -234,15 +234,14 @@ def smallest(failed: list[Problem], known: Known, time_limit: float) -> None:
 def finished(made: Problem, programme: Programme, found: Found, budget: float, optimizer: object) -> Plan:
     """A plan with its costs and certificate."""
     assert found.plan is not None and found.program is not None and found.memory is not None
-    plan, program = found.plan, found.program
-    if STAGE in plan.mesh.names:
-        plan = replace(plan, stages=MappingProxyType(stages(made.graph, made.axes, plan, made.cluster)))
-    copies = state_copies(optimizer)
     spare = max(0, int(min(budget - found.memory.peak, 2.0**62)))
     bucket = min(BUCKET_BYTES, spare // BUCKET_COPIES) if spare >= SPARE_BYTES else 0
-    plan = replace(plan, bucket_bytes=bucket, copied_bytes=min(bucket, worth_copying(made)))
-    program = replace(program, plan=plan)
-    solution, sum_s = found.solution, price(program, made.graph, made.axes, made.cluster, copies)
+    plan = replace(found.plan, bucket_bytes=bucket, copied_bytes=min(bucket, worth_copying(made)))
+    if STAGE in plan.mesh.names:
+        plan = replace(plan, stages=MappingProxyType(stages(made.graph, made.axes, plan, made.cluster)))
+    program = replace(found.program, plan=plan)
+    sum_s = price(program, made.graph, made.axes, made.cluster, made.copies)
+    solution, held = found.solution, memory(program, optimizer)
     certificate = {
         "objective_s": sum_s,
         "bound_s": max(0.0, min(solution.bound, sum_s)),
@@ -255,7 +254,7 @@ def finished(made: Problem, programme: Programme, found: Found, budget: float, o
     }
     if plan.stages:  # cut by a rule outside the programme, whose bound is none for the whole
         certificate = {key: value for key, value in certificate.items() if key not in ("objective_s", "bound_s", "gap")}
-    costs = bill(program, found.memory, made.graph, made.axes, made.cluster, optimizer=optimizer, budget_bytes=budget)
+    costs = bill(program, held, made.graph, made.axes, made.cluster, optimizer=optimizer, budget_bytes=budget)
     return replace(plan, costs=MappingProxyType(costs), certificate=MappingProxyType(certificate))
 
 

@@ -259,12 +259,7 @@ class _Run(torch.autograd.Function):
                 "Trying to backward through the graph a second time: the saved values have been freed\n"
                 "  try: loss.backward(retain_graph=True) the first time"
             )
-        for tensor, version in zip(ctx.saved, ctx.versions, strict=True):
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed by an in-place "
-                    f"operation: it is at version {_version(tensor)}, expected {version}"
-                )
+        check_unchanged(ctx.saved, ctx.versions)
         keep = backward_keeps_graph()
         saved = list(ctx.saved)
         if not keep:
@@ -273,6 +268,16 @@ class _Run(torch.autograd.Function):
         owned.held |= ctx.held
         gradients = ctx.step.backward(saved, incoming, owned)
         return (None, None, None, *(gradients[index] for index in ctx.wanted))
+
+
+def check_unchanged(saved: Sequence[Any], versions: Sequence[int]) -> None:
+    """Refuse what was written to since forward; a function of its own, so that no name of it holds a saved value."""
+    for tensor, version in zip(saved, versions, strict=True):
+        if _version(tensor) != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs has been changed by an in-place "
+                f"operation: it is at version {_version(tensor)}, expected {version}"
+            )
 
 
 def _version(value: Any) -> int:
