@@ -27,12 +27,14 @@ from autopar.graph import Graph
 from autopar.masks import fold_masks
 from autopar.rewrite_table import REWRITES
 
-KEEP_INTEGERS = {torch.ops.aten.where.ScalarSelf, torch.ops.aten.where.Scalar, torch.ops.aten.where.ScalarOther}
+aten = torch.ops.aten
+VIEWS = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.select.int}
+KEEP_INTEGERS = {aten.where.ScalarSelf, aten.where.Scalar, aten.where.ScalarOther}
 
 
 def normalise(graph: Graph, mode: Any) -> Graph:
     """The graph in the small vocabulary."""
-    return phases(pruned(fold_masks(pruned(rewritten(graph, mode)))))
+    return phases(pruned(shared(fold_masks(pruned(rewritten(graph, mode))))))
 
 
 def rewritten(graph: Graph, mode: Any) -> Graph:
@@ -90,6 +92,26 @@ def pruned(graph: Graph) -> Graph:
     graph.inputs = tuple(i for i in graph.inputs if i.kind != "rng" or i in used_rng)
     used = {node.target for node in graph.fx.nodes if node.op == "get_attr"}
     graph.attributes = {name: value for name, value in graph.attributes.items() if name in used}
+    return graph
+
+
+def shared(graph: Graph) -> Graph:
+    """Equal views of one value are one: what is moved between devices for one of their readers then serves all.
+
+        %a = reshape(%x, [8, 4]);  %q = mm(%a, %wq);  %b = reshape(%x, [8, 4]);  %k = mm(%b, %wk)
+    becomes
+        %a = reshape(%x, [8, 4]);  %q = mm(%a, %wq);  %k = mm(%a, %wk)
+
+    Views of parameters stay apart, since a gathered parameter is dropped behind every module that uses it.
+    """
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.fx.nodes):
+        if node.target not in VIEWS or node.all_input_nodes[0].op != "call_function":
+            continue
+        key = node.target, str(node.args), node.meta.get("region"), node.meta.get("traced")
+        first = known.setdefault(key, node)
+        if first is not node and node.name not in {output.node for output in graph.outputs}:
+            node.replace_all_uses_with(first)
     return graph
 
 

@@ -28,6 +28,7 @@ from torch import fx, ops
 
 from autopar.axes import Axes, letter_names
 from autopar.choices import fills, roles
+from autopar.cost.compute import owns
 from autopar.errors import InputError, PlanError, UnsupportedError
 from autopar.graph import Graph, Input
 from autopar.layout import MICRO, STAGE, Layout, Mesh
@@ -321,8 +322,8 @@ def _megatron(part: Part, free: list[str], names: dict[str, str], axes: Axes, no
     if axes.rule(node).flops is not None:
         return inner or _passing(free)
     here = set(names.values())
-    if {"model", "sequence"} <= here and not inner:
-        return sequence or _passing(free)
+    if {"model", "sequence"} <= here and not inner and owns(node) and sequence:
+        return [*sequence, *(role for role in free if role.startswith("+"))]  # terms may be added up before they move
     return inner + _passing(free) + sequence
 
 
