@@ -67,7 +67,8 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def with_reductions(graph: Graph, precision: Precision, stored: Sequence[tuple[str, torch.dtype]]) -> Graph:
-    """Gradients leave in what their parameters are stored in, cast before they are reduced or after.
+    """Gradients leave in what their parameters are stored in, cast before they are reduced or after, and at once: a
+    reduction goes on while backward does.
 
     stored   (name, dtype) of every parameter
 
@@ -87,7 +88,7 @@ def with_reductions(graph: Graph, precision: Precision, stored: Sequence[tuple[s
         for number, dtype in enumerate(wanted):
             if node.meta["val"].dtype == dtype:
                 continue
-            with graph.fx.inserting_before(end):
+            with graph.fx.inserting_after(node):
                 new = graph.fx.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
             reduction, stored_so = number == 0 and precision.reduce is not None, number == len(wanted) - 1
             val = node.meta["val"].to(dtype)
