@@ -146,7 +146,7 @@ def test_verify_names_families_that_do_not_exist_here() -> None:
 def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> None:
     made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
     assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0
-    options = ("--cluster", "cpu-gloo", "--steps", "3", "--lr", "0.01", "--plan", file, "--json")
+    options = ("--steps", "3", "--lr", "0.01", "--plan", file, "--json")
     done = started("run", made, "--world", "2", *options)
     assert done.returncode == 0, done.stderr
     told, *steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -154,6 +154,26 @@ def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> N
     losses = [line["loss"] for line in steps]
     assert len(losses) == 3
     assert losses[2] < losses[0]
+
+
+@pytest.mark.ranks
+def test_an_error_of_the_ranks_is_told_once_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    made, file = "autopar.models.mlp:tiny", tmp_path / "plan.json"
+    assert autopar("plan", made, "--devices", "2", "--out", str(file)).returncode == 0
+    file.write_text(file.read_text().replace(files.load(file).fingerprint["graph"], "another"))
+    done = started("run", made, "--plan", str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("PlanError: ") == 1
+    assert done.stderr.startswith("PlanError: the plan was made for something else: graph: another in the plan, ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused_before_they_start(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    assert autopar("plan", MLP, "--devices", "2", "--out", file).returncode == 0
+    done = autopar("run", MLP, "--world", "3", "--plan", file)
+    assert done.returncode == 2
+    assert done.stderr == f"ClusterError: {file} is for 2 devices, and --world is 3\n  try: --world 2\n"
 
 
 @pytest.mark.ranks
