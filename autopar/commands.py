@@ -134,8 +134,10 @@ def verify_command(
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
     target = Target.parse(model, hf.settings(settings), seed)
     target.check()
+    from autopar.verify.room import check_room
     from autopar.verify.run import Harness
 
+    check_room(target, world)
     with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
         report = harness.verify(target, world, wanted, random, seed, progress)
     typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_cluster, read_strategy
 from autopar.verify.report import Row
+from autopar.verify.room import check_room
 from autopar.verify.run import limit, refused
 from autopar.verify.target import Target
 
@@ -133,6 +135,26 @@ def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
     assert lines[1].split() == ["family", "loss", "outputs", "gradients", "parameters", "buffers", "flops", "mesh"]
     assert [line.split()[0] for line in lines[2:5]] == ["ddp", "zero2", "random"]
     assert lines[-1].startswith("ok: 3 of 3 equal in ")
+
+
+def test_verify_refuses_a_model_that_memory_does_not_hold_before_it_is_built() -> None:
+    done = autopar("verify", "hf:GptOssForCausalLM", "--world", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"InputError: hf:GptOssForCausalLM takes 870.45 GiB in float64: to verify it on 4 ranks takes about 20890.68 "
+        r"GiB, and this machine has \d+.\d+ GiB\n"
+        r"  try: --set tiny=true for small sizes of everything, or keys of its config\n",
+        done.stderr,
+    ), done.stderr
+
+
+def test_many_ranks_need_more_room_than_the_reference() -> None:
+    target = Target.parse(MLP)  # 5,184 numbers, 41,472 bytes in float64
+    check_room(target, 2, machine_bytes=16 * 41_472)
+    check_room(target, 3, machine_bytes=18 * 41_472)
+    for world, room in ((2, 16 * 41_472 - 1), (3, 18 * 41_472 - 1)):
+        with pytest.raises(InputError, match=f"to verify it on {world} ranks takes about"):
+            check_room(target, world, machine_bytes=room)
 
 
 def test_verify_names_families_that_do_not_exist_here() -> None:
