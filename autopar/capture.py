@@ -177,11 +177,19 @@ def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
         return without_tokens(_torch.joint_graph(step, fakes, adapters.decompositions()))
     except AutoparError:
         raise
+    except _torch.DataDependentShape as error:
+        raise CaptureError(
+            "data-dependent shape: the values of a tensor decide how large a result is, which one graph cannot express"
+            f"{where(error)}\n"
+            "  try: keep the shape and mask, like torch.where(mask, y, 0).sum() / mask.sum() for y[mask].mean(), or "
+            "autopar.opaque(module) to run that submodule whole on every device"
+        ) from error
     except _torch.DataDependent as error:
         raise CaptureError(
             "data-dependent branch: the values of a tensor decide what runs next, which one graph cannot express"
             f"{where(error)}\n"
-            "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
+            "  try: the tensor itself in place of a number (.item(), float(), int()); for a branch torch.where or "
+            "torch.cond, autopar.opaque(module) to run that submodule whole on every device, or a static value"
         ) from error
     except TypeError as error:
         if problem := misfit(step):
@@ -205,7 +213,8 @@ def misfit(step: Step) -> str:
         if step.loss_fn is not None:
             way = (
                 "loss_fn gets the arguments that forward takes and no others; for a target beside them, a module of "
-                "yours around the model, and no loss_fn:\n    def forward(self, x, y): return self.loss(self.model(x), y)"
+                "yours around the model, and no loss_fn:\n"
+                "    def forward(self, x, y): return self.loss(self.model(x), y)"
             )
         name = f"{type(step.model).__name__}.forward({', '.join(signature.parameters)})"
         return f"{name} does not take this call: {error}\n  try: {way}"
