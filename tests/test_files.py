@@ -52,8 +52,8 @@ def test_a_layout_reads_back_from_how_it_prints(layout: Layout) -> None:
 
 
 def test_a_plan_reads_back_from_its_json(tmp_path: Path) -> None:
-    files.save(example(), tmp_path / "plan.json")
-    assert files.load(tmp_path / "plan.json") == example()
+    example().save(tmp_path / "plan.json")
+    assert files.load(tmp_path / "plan.json") == Plan.load(str(tmp_path / "plan.json")) == example()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
