@@ -24,7 +24,7 @@ from autopar.errors import InputError
 from autopar.graph import Graph
 from autopar.layout import Step
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Precision:
 
 
 def low(name: str) -> Precision:
-    """ "bf16" or "fp16": computed and gathered so, reduced in float32."""
+    """ "bf16" or "bfloat16", "fp16" or "float16": computed and gathered so, reduced in float32."""
     return Precision(param=LOW[name], reduce=torch.float32)
 
 
