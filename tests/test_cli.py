@@ -121,7 +121,9 @@ def test_plan_takes_pins_from_a_file(tmp_path: Path) -> None:
     pins.write_text("module: {up: heads@data}\n")
     done = autopar("run", MLP, "--world", "2", "--pins", str(pins))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"InputError: {pins}: module: Extra inputs are not permitted")
+    assert done.stderr.startswith(
+        f"InputError: {pins}: module: there is no such key; there are mesh, modules, parameters"
+    )
 
 
 @pytest.mark.ranks
