@@ -100,6 +100,15 @@ def with_reductions(graph: Graph, precision: Precision, stored: Sequence[tuple[s
     return replace(graph, outputs=tuple(outputs), stored=dtypes, unreduced=frozenset(late))
 
 
+def low_loss(graph: Graph) -> str:
+    """The dtype that the loss is computed in, where it has fewer bits than float32; a cast behind it does not count."""
+    node = next((graph.node(o.node) for o in graph.outputs if o.kind == "loss" and o.node is not None), None)
+    while node is not None and node.target is torch.ops.aten._to_copy.default:
+        (node,) = node.all_input_nodes
+    dtype = torch.float32 if node is None else node.meta["val"].dtype
+    return str(dtype).removeprefix("torch.") if dtype.itemsize < torch.float32.itemsize else ""
+
+
 def sums(path: Sequence[Step]) -> bool:
     """Whether a conversion adds up what devices have."""
     return any(step.kind in ("all_reduce", "reduce_scatter") for step in path)
