@@ -119,8 +119,9 @@ def check(plan: Plan, expected: Mapping[str, str], fields: Sequence[str] = FIELD
             if field == "cluster":
                 raise PlanError(
                     f"the plan was made for another cluster: {differing(theirs, ours)}\n"
-                    "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), or plan "
-                    "again for this one (`autopar plan --cluster ... --devices ...`)"
+                    "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), plan again "
+                    "for this one (`autopar plan --cluster ... --devices ...`), or "
+                    'reuse="placements" on as many devices'
                 )
             raise PlanError(
                 f"the plan was made for something else: {field}: {theirs or 'none'} in the plan, "

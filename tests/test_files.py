@@ -179,8 +179,8 @@ def test_a_plan_for_another_cluster_is_refused_with_the_fields_that_differ() -> 
         check(plan, fingerprint(graph(16, 32), ClusterSpec.preset("cpu-gloo", devices=4)))
     assert str(error.value) == (
         "the plan was made for another cluster: devices 6 in the plan, 4 here; links.0.devices 6 in the plan, 4 here\n"
-        "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), or plan again for this "
-        "one (`autopar plan --cluster ... --devices ...`)"
+        "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), plan again for this "
+        'one (`autopar plan --cluster ... --devices ...`), or reuse="placements" on as many devices'
     )
 
 
