@@ -185,6 +185,7 @@ def flat_weights(module: torch.nn.Module) -> list[Any]:
     return module._flat_weights if isinstance(module, torch.nn.RNNBase) else []
 
 
+DataDependentShape = DynamicOutputShapeException
 DataDependent = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 

@@ -28,7 +28,7 @@ from autopar.legality import check_covers, check_legal
 from autopar.passes import copy_views, emit
 from autopar.pins import NONE
 from autopar.plan import Plan
-from autopar.precision import Precision
+from autopar.precision import Precision, low_loss
 from autopar.program import Program
 from autopar.runtime.keep import kept_in
 from autopar.runtime.module import ParallelModule
@@ -176,6 +176,10 @@ class Compiler:
         expected = self.fingerprint(graph)
         for line in self.axes(graph).without_rule(graph):
             log.warning(line)
+        if isinstance(self.precision, Precision) and (dtype := low_loss(graph)):
+            log.warning(
+                "the loss is computed in %s; for float32, as under autocast: logits.float() in the model", dtype
+            )
         if self.given is not None and stored is None:
             where = "plan" if isinstance(self.given, Plan) else os.fspath(self.given)
             given = self.given if isinstance(self.given, Plan) else files.load(self.given)

@@ -72,7 +72,7 @@ def precision(value: Any) -> Precision | str | None:
         return value  # type: ignore[no-any-return]
     raise InputError(
         f"precision is {kind(value)}; give autopar.Precision(param=torch.bfloat16, reduce=torch.float32), "
-        '"bf16", "fp16", or "float64" for comparisons'
+        '"bf16" (or "bfloat16"), "fp16" (or "float16"), or "float64" for comparisons'
     )
 
 

@@ -9,6 +9,7 @@ ops and notes the user's line of every call. Nothing of the model is changed whe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from autopar.attributes import reading, settle_buffers, unchanged
 from autopar.checks import without_tokens
 from autopar.double import Double, widened
 from autopar.dtypes import check_dtypes
-from autopar.errors import AutoparError, CaptureError
+from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.graph import Graph, Input
 from autopar.kept import without_kept
 from autopar.labels import label
@@ -176,17 +177,48 @@ def traced(step: Step, fakes: tuple[Tensor, ...]) -> _torch.Joint:
         return without_tokens(_torch.joint_graph(step, fakes, adapters.decompositions()))
     except AutoparError:
         raise
+    except _torch.DataDependentShape as error:
+        raise CaptureError(
+            "data-dependent shape: the values of a tensor decide how large a result is, which one graph cannot express"
+            f"{where(error)}\n"
+            "  try: keep the shape and mask, like torch.where(mask, y, 0).sum() / mask.sum() for y[mask].mean(), or "
+            "autopar.opaque(module) to run that submodule whole on every device"
+        ) from error
     except _torch.DataDependent as error:
         raise CaptureError(
             "data-dependent branch: the values of a tensor decide what runs next, which one graph cannot express"
             f"{where(error)}\n"
-            "  try: autopar.opaque(module) to run that submodule whole on every device, torch.cond, or a static value"
+            "  try: the tensor itself in place of a number (.item(), float(), int()); for a branch torch.where or "
+            "torch.cond, autopar.opaque(module) to run that submodule whole on every device, or a static value"
         ) from error
+    except TypeError as error:
+        if problem := misfit(step):
+            raise InputError(problem) from error
+        raise
     except RuntimeError as error:
         raise CaptureError(
             f"forward does not run on tensors that have shapes and no values: {error}{where(error)}\n"
             "  try: the same call without autopar; if it runs, autopar.opaque(module) for the submodule of that line"
         ) from error
+
+
+def misfit(step: Step) -> str:
+    """How the call does not fit the signature of the model's forward; nothing where it does."""
+    args, kwargs = tree.unflatten(step.in_tree, step.leaves)
+    signature = inspect.signature(step.model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        way = "call the module, and give example_inputs, as the model is called on one device"
+        if step.loss_fn is not None:
+            way = (
+                "loss_fn gets the arguments that forward takes and no others; for a target beside them, a module of "
+                "yours around the model, and no loss_fn:\n"
+                "    def forward(self, x, y): return self.loss(self.model(x), y)"
+            )
+        name = f"{type(step.model).__name__}.forward({', '.join(signature.parameters)})"
+        return f"{name} does not take this call: {error}\n  try: {way}"
+    return ""
 
 
 def where(error: BaseException) -> str:

@@ -30,8 +30,18 @@ def main() -> None:
     try:
         app()
     except AutoparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        tell(error)
         sys.exit(REFUSED if isinstance(error, REFUSALS) else USAGE)
+
+
+def tell(error: AutoparError) -> None:
+    """Print an error; a rank leaves it to the process that started the ranks, which tells it once."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    else:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 def entry() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -174,8 +173,10 @@ def verify_command(
         raise typer.BadParameter(f"{', '.join(impossible)} needs two mesh axes, which {world} ranks do not make")
     target = Target.parse(model, hf.settings(settings), seed)
     target.check()
+    from autopar.verify.room import check_room
     from autopar.verify.run import Harness
 
+    check_room(target, world)
     with Harness(world) as harness, working(f"verifying {target} on {world} ranks") as progress:
         report = harness.verify(target, world, wanted, random, seed, progress)
     typer.echo(json.dumps(report.json(), indent=2) if as_json else report.text())
@@ -201,7 +202,9 @@ def run_command(
     world: Annotated[int | None, typer.Option(min=1, help="ranks on this machine; one a device by default")] = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps")] = 10,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    cluster: Cluster = "detect",
+    cluster: Annotated[
+        str | None, typer.Option(help="a preset, a file, or detect; by default that of --plan, or else detect")
+    ] = None,
     settings: Set = [],  # noqa: B006
     strategy: Strategy = None,
     pins: PinsFile = None,
@@ -212,7 +215,7 @@ def run_command(
 ) -> None:
     """Train MODEL for some steps; starts torchrun unless it runs under it already."""
     from autopar.runtime.world import share_cores
-    from autopar.training import Job, check, work
+    from autopar.training import Job, check, cluster_of, work
 
     job = Job(
         model,
@@ -232,9 +235,13 @@ def run_command(
             raise typer.BadParameter(f"--world is {world}, but torchrun started {os.environ['WORLD_SIZE']} processes")
         work(job)
         return
-    ranks = world or read_cluster("detect", None, None).devices
+    ranks = world or (cluster_of(job, None) if plan else read_cluster("detect", None, None)).devices
     check(job, ranks)
     share_cores()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run([*command, "-m", "autopar.cli", *sys.argv[1:]], env={"OMP_NUM_THREADS": "1", **os.environ})
-    raise typer.Exit(1 if done.returncode else 0)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from autopar.launch import launch
+
+    code, error = launch(ranks, sys.argv[1:])
+    if error:
+        typer.echo(error, err=True)
+    raise typer.Exit(code)

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.fingerprint import differences
 from autopar.plan import ParameterPlan, Plan
 from autopar.text import kept_text, ms, size
 
@@ -59,7 +60,9 @@ def rows(a: Plan, b: Plan) -> Iterator[Row]:
     """Everything that differs: what was asked for, the mesh, costs and memory, ops, parameters."""
     for field in sorted({*a.fingerprint, *b.fingerprint}):
         here, there = (plan.fingerprint.get(field, "") or "none" for plan in (a, b))
-        if here != there:
+        if field == "cluster":
+            yield from (Row("made for", f"made for: {path}", x, y) for path, x, y in differences(here, there))
+        elif here != there:
             yield Row("made for", f"made for: {field}", here, there)
     if a.mesh != b.mesh:
         yield Row("mesh", "mesh", str(a.mesh), str(b.mesh))

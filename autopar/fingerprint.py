@@ -36,10 +36,10 @@ def fingerprint(graph: Graph, cluster: Any, options: Mapping[str, Any] | None = 
     cluster   a pydantic model or anything that prints what it is
     options   whatever else was asked of the planner (strategy, memory, optimizer, ...)
     """
-    described = cluster.model_dump(mode="json") if hasattr(cluster, "model_dump") else str(cluster)
+    described = cluster.model_dump_json() if hasattr(cluster, "model_dump_json") else str(cluster)
     return {
         **versions(),
-        "cluster": digest(described),
+        "cluster": described,
         "options": ", ".join(f"{k}={v}" for k, v in sorted((options or {}).items()) if v is not None),
         "inputs": "; ".join(ends(graph, "input")),
         "parameters": digest(list(ends(graph, "parameter"))),
@@ -116,9 +116,42 @@ def check(plan: Plan, expected: Mapping[str, str], fields: Sequence[str] = FIELD
     for field in fields:
         theirs, ours = plan.fingerprint.get(field, ""), expected.get(field, "")
         if theirs != ours:
+            if field == "cluster":
+                raise PlanError(
+                    f"the plan was made for another cluster: {differing(theirs, ours)}\n"
+                    "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), plan again "
+                    "for this one (`autopar plan --cluster ... --devices ...`), or "
+                    'reuse="placements" on as many devices'
+                )
             raise PlanError(
                 f"the plan was made for something else: {field}: {theirs or 'none'} in the plan, "
                 f"{ours or 'none'} here\n"
                 '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the '
                 "rest anew"
             )
+
+
+def differing(theirs: str, ours: str) -> str:
+    """`devices 4 in the plan, 2 here`."""
+    return "; ".join(f"{path} {a} in the plan, {b} here" for path, a, b in differences(theirs, ours))
+
+
+def differences(one: str, other: str) -> list[tuple[str, str, str]]:
+    """(path, value here, value there) of every field in which two clusters, as they stand in a fingerprint, differ."""
+    if one == other:
+        return []
+    try:
+        here, there = dict(fields_of(json.loads(one))), dict(fields_of(json.loads(other)))
+    except ValueError:
+        return [("cluster", one or "none", other or "none")]
+    pairs = [(path, str(here.get(path, "none")), str(there.get(path, "none"))) for path in {**here, **there}]
+    return [(path, a, b) for path, a, b in pairs if a != b]
+
+
+def fields_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every plain value in nested JSON: `device.type`, `links.0.devices`."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from fields_of(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

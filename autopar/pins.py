@@ -188,7 +188,11 @@ class Pins:
         free = [name for name in ("data", "model") if name not in sizes]
         if devices % count or (count != devices and not free):
             text = ", ".join(f"{axis}={size}" for axis, size in self.mesh)
-            raise InputError(f"{self.where}: mesh: {text} does not make up the {devices} devices of the cluster")
+            sizes_there = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+            raise InputError(
+                f"{self.where}: mesh: the sizes of {text} multiply to {count}, and the cluster has {devices} devices\n"
+                f"  try: sizes that multiply to {devices}, each one of {sizes_there}"
+            )
         if count != devices:
             rest = {free[0]: devices // count}
             sizes = rest | sizes if free[0] == "data" else sizes | rest
@@ -222,8 +226,11 @@ def load(path: str | os.PathLike[str]) -> Pins:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise InputError(f"{path}: {place}{error.problem}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: {str(error).replace(chr(10), ' ')}") from None
+        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
     if not isinstance(data, Mapping):
         raise InputError(f"{path}: pins are a mapping with mesh, modules and parameters, not {type(data).__name__}")
     return parse(data, str(path))
@@ -236,6 +243,9 @@ def parse(data: Mapping[str, Any], where: str = "pins") -> Pins:
     except ValidationError as error:
         first = max(error.errors(), key=lambda e: len(e["loc"]))
         path = ".".join(str(part) for part in first["loc"] if part not in ("str", "ParameterFile"))
+        if first["type"] == "extra_forbidden":
+            known = (PinsFile if len(first["loc"]) == 1 else ParameterFile).model_fields
+            raise InputError(f"{where}: {path}: there is no such key; there are {', '.join(known)}") from None
         raise InputError(f"{where}: {path}: {first['msg']} (found {first.get('input')!r})") from None
     modules = tuple(module_pin(name, text, where) for name, text in file.modules.items())
     parameters = tuple(parameter_pin(name, given, where) for name, given in file.parameters.items())

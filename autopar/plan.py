@@ -5,6 +5,7 @@ In: nothing.  Out: `Plan`, the value that passes, text and files share.  Next: `
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -57,6 +58,19 @@ class Plan:
     copied_bytes: int = 0
     notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     stages: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; see `autopar/files.py`."""
+        from autopar import files
+
+        files.save(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that was saved; a mistake in the file is a `PlanError` that holds its place."""
+        from autopar import files
+
+        return files.load(path)
 
     def diff(self, other: Plan) -> str:
         """What another plan does differently, as text; empty where it is the same."""

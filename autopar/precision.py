@@ -24,7 +24,7 @@ from autopar.errors import InputError
 from autopar.graph import Graph
 from autopar.layout import Step
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Precision:
 
 
 def low(name: str) -> Precision:
-    """ "bf16" or "fp16": computed and gathered so, reduced in float32."""
+    """ "bf16" or "bfloat16", "fp16" or "float16": computed and gathered so, reduced in float32."""
     return Precision(param=LOW[name], reduce=torch.float32)
 
 
@@ -99,6 +99,15 @@ def with_reductions(graph: Graph, precision: Precision, stored: Sequence[tuple[s
         outputs[i] = replace(output, node=node.name)
     end.args = (tuple(None if o.node is None else graph.node(o.node) for o in outputs),)
     return replace(graph, outputs=tuple(outputs), stored=dtypes, unreduced=frozenset(late))
+
+
+def low_loss(graph: Graph) -> str:
+    """The dtype that the loss is computed in, where it has fewer bits than float32; a cast behind it does not count."""
+    node = next((graph.node(o.node) for o in graph.outputs if o.kind == "loss" and o.node is not None), None)
+    while node is not None and node.target is torch.ops.aten._to_copy.default:
+        (node,) = node.all_input_nodes
+    dtype = torch.float32 if node is None else node.meta["val"].dtype
+    return str(dtype).removeprefix("torch.") if dtype.itemsize < torch.float32.itemsize else ""
 
 
 def sums(path: Sequence[Step]) -> bool:

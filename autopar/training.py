@@ -6,6 +6,7 @@ In: a `Job`, under torchrun.  Out: one line a step, from rank 0.  Next: `api.py`
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from autopar import cluster as clusters
 from autopar import files, hf
+from autopar.cluster import ClusterSpec
+from autopar.errors import ClusterError, PlanError
 from autopar.parsing import read_bytes, read_cluster, read_strategy
 from autopar.pins import load as load_pins
 from autopar.verify.steps import leaves, loss_of
@@ -29,7 +33,7 @@ class Job:
     seed: int = 0
     steps: int = 10
     lr: float = 1e-3
-    cluster: str = "detect"
+    cluster: str | None = None  # None: that of the plan, or else the machine's own
     strategy: str | None = None
     memory: str | None = None
     plan: str | None = None
@@ -44,19 +48,35 @@ def check(job: Job, ranks: int) -> None:
         read_strategy(job.strategy).mesh(ranks)
     if job.memory:
         read_bytes(job.memory)
-    if job.plan:
-        files.load(job.plan)
     if job.pins:
         load_pins(job.pins)
+    devices = cluster_of(job, ranks).devices
+    if devices != ranks:
+        raise ClusterError(f"{job.plan} is for {devices} devices, and --world is {ranks}\n  try: --world {devices}")
+
+
+def cluster_of(job: Job, ranks: int | None) -> ClusterSpec:
+    """The cluster that was named, or the one that the plan was made for, or this machine."""
+    if job.cluster is None and job.plan is not None:
+        return planned_for(job.plan)
+    return read_cluster(job.cluster or "detect", ranks, None)
+
+
+def planned_for(path: str) -> ClusterSpec:
+    """The cluster that a plan file tells."""
+    text = files.load(path).fingerprint.get("cluster", "")
+    try:
+        described = json.loads(text)
+    except ValueError:
+        raise PlanError(f"{path} does not tell its cluster\n  try: --cluster, or plan again") from None
+    return clusters.parse(described, f"{path}: fingerprint.cluster")
 
 
 def work(job: Job) -> None:
     """Plan, then train on one batch."""
-    import os
-
     from autopar.api import parallelize
 
-    cluster = read_cluster(job.cluster, int(os.environ["WORLD_SIZE"]), None)
+    cluster = cluster_of(job, int(os.environ["WORLD_SIZE"]))
     built = Target.parse(job.model, hf.settings(list(job.settings)), job.seed).build()
     module = parallelize(
         built.model,

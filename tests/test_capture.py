@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar import CaptureError, UnsupportedError, opaque
+from autopar import CaptureError, InputError, UnsupportedError, opaque
 from autopar.capture import capture
 from autopar.models import awkward, gpt, llama, mlp
 from tests.graphs import ops, run_eager, run_graph, worst
@@ -169,6 +169,11 @@ class Size(nn.Module):
         return out.square().mean()
 
 
+class Row(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
 def cross_entropy(out: Tensor, x: Tensor, *, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y)
 
@@ -187,6 +192,21 @@ def test_a_loss_module_takes_what_a_function_of_its_signature_would(loss_fn: Any
     model, x = Forecast(4, 4).double(), torch.randn(3, 4).double()
     loss = run_graph(capture(model, (x,), labels, loss_fn=loss_fn), model, (x,), labels)["loss", "loss"]
     assert torch.allclose(loss, want(model(x), x, labels.get("y")), rtol=1e-12)
+
+
+def test_a_target_that_forward_does_not_take_is_refused_with_the_module_that_takes_it() -> None:
+    x, y = torch.randn(3, 4), torch.tensor([3, 1, 2])
+    with pytest.raises(InputError) as caught:
+        capture(Row(), (x, y), loss_fn=lambda out, x, y: F.cross_entropy(out, y))
+    assert str(caught.value) == (
+        "Row.forward(x) does not take this call: too many positional arguments\n"
+        "  try: loss_fn gets the arguments that forward takes and no others; for a target beside them, a module of "
+        "yours around the model, and no loss_fn:\n    def forward(self, x, y): return self.loss(self.model(x), y)"
+    )
+    with pytest.raises(
+        InputError, match="does not take this call: got an unexpected keyword argument 'y'\n  try: call the"
+    ):
+        capture(Row(), (x,), {"y": y})
 
 
 def test_a_loss_fn_that_does_not_take_what_it_gets_is_named_with_how_it_was_called() -> None:

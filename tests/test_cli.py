@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,6 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.parsing import read_bytes, read_cluster, read_strategy
 from autopar.verify.report import Row
+from autopar.verify.room import check_room
 from autopar.verify.run import limit, refused
 from autopar.verify.target import Target
 
@@ -119,7 +121,9 @@ def test_plan_takes_pins_from_a_file(tmp_path: Path) -> None:
     pins.write_text("module: {up: heads@data}\n")
     done = autopar("run", MLP, "--world", "2", "--pins", str(pins))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"InputError: {pins}: module: Extra inputs are not permitted")
+    assert done.stderr.startswith(
+        f"InputError: {pins}: module: there is no such key; there are mesh, modules, parameters"
+    )
 
 
 @pytest.mark.ranks
@@ -135,6 +139,26 @@ def test_verify_prints_a_table_and_exits_with_its_verdict() -> None:
     assert lines[-1].startswith("ok: 3 of 3 equal in ")
 
 
+def test_verify_refuses_a_model_that_memory_does_not_hold_before_it_is_built() -> None:
+    done = autopar("verify", "hf:GptOssForCausalLM", "--world", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"InputError: hf:GptOssForCausalLM takes 870.45 GiB in float64: to verify it on 4 ranks takes about 20890.68 "
+        r"GiB, and this machine has \d+.\d+ GiB\n"
+        r"  try: --set tiny=true for small sizes of everything, or keys of its config\n",
+        done.stderr,
+    ), done.stderr
+
+
+def test_many_ranks_need_more_room_than_the_reference() -> None:
+    target = Target.parse(MLP)  # 5,184 numbers, 41,472 bytes in float64
+    check_room(target, 2, machine_bytes=16 * 41_472)
+    check_room(target, 3, machine_bytes=18 * 41_472)
+    for world, room in ((2, 16 * 41_472 - 1), (3, 18 * 41_472 - 1)):
+        with pytest.raises(InputError, match=f"to verify it on {world} ranks takes about"):
+            check_room(target, world, machine_bytes=room)
+
+
 def test_verify_names_families_that_do_not_exist_here() -> None:
     for families in ("nonsense", "hsdp"):
         done = autopar("verify", "autopar.models.mlp:tiny", "--world", "3", "--families", families)
@@ -146,7 +170,7 @@ def test_verify_names_families_that_do_not_exist_here() -> None:
 def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> None:
     made, file = "autopar.models.mlp:tiny", str(tmp_path / "plan.json")
     assert autopar("plan", made, "--devices", "2", "--strategy", "zero(3)", "--out", file).returncode == 0
-    options = ("--cluster", "cpu-gloo", "--steps", "3", "--lr", "0.01", "--plan", file, "--json")
+    options = ("--steps", "3", "--lr", "0.01", "--plan", file, "--json")
     done = started("run", made, "--world", "2", *options)
     assert done.returncode == 0, done.stderr
     told, *steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -154,6 +178,26 @@ def test_run_trains_on_real_processes_by_a_plan_from_a_file(tmp_path: Path) -> N
     losses = [line["loss"] for line in steps]
     assert len(losses) == 3
     assert losses[2] < losses[0]
+
+
+@pytest.mark.ranks
+def test_an_error_of_the_ranks_is_told_once_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    made, file = "autopar.models.mlp:tiny", tmp_path / "plan.json"
+    assert autopar("plan", made, "--devices", "2", "--out", str(file)).returncode == 0
+    file.write_text(file.read_text().replace(files.load(file).fingerprint["graph"], "another"))
+    done = started("run", made, "--plan", str(file))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("PlanError: ") == 1
+    assert done.stderr.startswith("PlanError: the plan was made for something else: graph: another in the plan, ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused_before_they_start(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    assert autopar("plan", MLP, "--devices", "2", "--out", file).returncode == 0
+    done = autopar("run", MLP, "--world", "3", "--plan", file)
+    assert done.returncode == 2
+    assert done.stderr == f"ClusterError: {file} is for 2 devices, and --world is 3\n  try: --world 2\n"
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from autopar import files
+from autopar.cluster import ClusterSpec
 from autopar.errors import PlanError, UnsafeFileError
 from autopar.fingerprint import check, fingerprint
 from autopar.graph import Graph, Input, Output
@@ -51,8 +52,8 @@ def test_a_layout_reads_back_from_how_it_prints(layout: Layout) -> None:
 
 
 def test_a_plan_reads_back_from_its_json(tmp_path: Path) -> None:
-    files.save(example(), tmp_path / "plan.json")
-    assert files.load(tmp_path / "plan.json") == example()
+    example().save(tmp_path / "plan.json")
+    assert files.load(tmp_path / "plan.json") == Plan.load(str(tmp_path / "plan.json")) == example()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -169,6 +170,17 @@ def test_a_plan_is_refused_under_another_shape_and_the_field_is_named() -> None:
     assert str(error.value) == (
         "the plan was made for something else: inputs: args[0]: f32[16, 32] in the plan, args[0]: f32[32, 8] here\n"
         '  try: plan again, or load it with reuse="placements" to keep where its parameters are and price the rest anew'
+    )
+
+
+def test_a_plan_for_another_cluster_is_refused_with_the_fields_that_differ() -> None:
+    plan = plan_for(fingerprint(graph(16, 32), ClusterSpec.preset("cpu-gloo", devices=6)))
+    with pytest.raises(PlanError) as error:
+        check(plan, fingerprint(graph(16, 32), ClusterSpec.preset("cpu-gloo", devices=4)))
+    assert str(error.value) == (
+        "the plan was made for another cluster: devices 6 in the plan, 4 here; links.0.devices 6 in the plan, 4 here\n"
+        "  try: the cluster that it was made for (`autopar run --plan FILE` alone takes that), plan again for this "
+        'one (`autopar plan --cluster ... --devices ...`), or reuse="placements" on as many devices'
     )
 
 

@@ -133,7 +133,10 @@ class ParallelModule(nn.Module):
         return {name: checkpoint.full(value) for name, value in self.state_dict().items()}
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise UnsupportedError("a ParallelModule cannot be copied; load its full_state_dict() into another model")
+        raise UnsupportedError(
+            "a ParallelModule cannot be copied; load its full_state_dict() into another model\n"
+            "  try: for an average of its weights (AveragedModel) the loop in docs/training.md, which needs no copy"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError("a ParallelModule cannot be pickled; save its state_dict() or full_state_dict()")

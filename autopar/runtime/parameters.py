@@ -125,12 +125,18 @@ def check_equal(all_slots: tuple[Slots, ...], world: World) -> None:
         return
     if any(row[0] != rows[0][0] for row in rows):
         raise InputError(f"the ranks hold models with {[row[0] for row in rows]} parameters and buffers with numbers")
-    table = world.gather(torch.tensor(sums + shapes)).tolist()
+    table = world.gather(torch.tensor(shapes + sums)).tolist()
     for index in range(2 * len(real)):
         odd = next((r for r, row in enumerate(table) if row[index] != table[0][index]), None)
         if odd is not None:
             slot = real[index % len(real)]
             what = "parameter" if slot.kind == "_parameters" else "buffer"
+            if index < len(real):
+                told = world.gather_text(f"{slot.name} {list(slot.get().shape)}")
+                raise InputError(
+                    f"rank 0 has {what} {told[0]} where rank {odd} has {told[odd]}: their models differ in size\n"
+                    "  try: the same sizes on all ranks"
+                )
             raise InputError(
                 f"{what} {slot.name} differs between rank 0 and rank {odd}\n"
                 "  try: torch.manual_seed with one seed on all ranks before the model is made, or load one checkpoint"

@@ -242,7 +242,13 @@ REFUSED: list[tuple[dict[str, Any], Any, type[AutoparError], str]] = [
         UnsupportedError,
         "pins: parameters.blocks.0.attn.qkv.weight: [108@data, 36]: on mesh(data=4) its dims are cut as [(3*12*3), 36]",
     ),
-    ({"mesh": {"data": 3}}, None, InputError, "pins: mesh: data=3 does not make up the 4 devices of the cluster"),
+    (
+        {"mesh": {"data": 3}},
+        None,
+        InputError,
+        "pins: mesh: the sizes of data=3 multiply to 3, and the cluster has 4 devices\n"
+        "  try: sizes that multiply to 4, each one of 1, 2, 4",
+    ),
     (
         {"mesh": {"data": 2, "model": 2}},
         ddp(),
@@ -327,7 +333,8 @@ def test_a_file_and_a_mapping_say_the_same(tmp_path: Path) -> None:
     [
         ("mesh: {data: two}", "mesh.data: Input should be a valid integer (found 'two')"),
         ("mesh: [2]", "mesh: Input should be a valid dictionary (found [2])"),
-        ("module: {a: whole}", "module: Extra inputs are not permitted (found {'a': 'whole'})"),
+        ("module: {a: whole}", "module: there is no such key; there are mesh, modules, parameters"),
+        ("parameters: {w: {lvl: 3}}", "parameters.w.lvl: there is no such key; there are level, stored, home, keep"),
         ("modules: {a: 3}", "modules.a: Input should be a valid string (found 3)"),
         ("modules: {a: 'heads @model'}", "modules.a: 'heads @model' is no pin; write what mesh axes cut, like "),
         ("modules: {a: b@data c@data}", "modules.a: 'b@data c@data' tells twice what one mesh axis does"),
@@ -337,7 +344,8 @@ def test_a_file_and_a_mapping_say_the_same(tmp_path: Path) -> None:
         ("parameters: {w: {stored: '[4@]'}}", "parameters.w.stored: '4@' is no dim of a layout; write one like "),
         ("parameters: {w: 4 x 4}", "parameters.w: '4 x 4' is no layout; write one like "),
         ("- a", "pins are a mapping with mesh, modules and parameters, not list"),
-        ("a: [", "while parsing a flow node"),
+        ("modules: {a: [\n", "line 2: expected the node content, but found '<stream end>'"),
+        ("modules: {a: \x07}", "unacceptable character #x0007: special characters are not allowed"),
     ],
 )
 def test_a_mistake_is_one_error_with_its_path_in_the_file(tmp_path: Path, text: str, message: str) -> None:

@@ -126,7 +126,7 @@ def test_a_plan_for_another_cluster_names_the_cluster(ranks: Pool, tmp_path: Pat
     path = tmp_path / "plan.json"
     saved(path, devices=4)
     for outcome in ranks.outcomes(loaded, str(path), (16, 32), {}, world=2):
-        assert outcome.error == "PlanError" and "something else: cluster" in outcome.message
+        assert outcome.error == "PlanError" and "another cluster: devices 4 in the plan, 2 here" in outcome.message
 
 
 def edited(plan: autopar.Plan, what: str) -> autopar.Plan:

@@ -14,6 +14,7 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.verify.pool import Pool
+from tests.graphs import run_graph
 from tests.reports.harness import (
     TINY,
     Made,
@@ -62,7 +63,30 @@ class Branching(nn.Module):
         return self.d(self.branch(h)).square().mean()
 
 
-@pytest.mark.parametrize("how", ("item", "bool", "nonzero", "tolist", "mask"))
+@pytest.mark.parametrize("how", ("nonzero", "mask"))
+def test_a_shape_that_values_decide_is_one_error_with_the_line_and_a_mask_as_way_out(how: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Branching(how), (torch.randn(6, 3),))
+    first, source, ways = str(caught.value).split("\n")
+    assert "data-dependent shape" in first
+    assert "from test_tracing.py:" in source and "Branch" in source
+    assert all(way in ways for way in ("autopar.opaque(module)", "torch.where(mask, y, 0).sum() / mask.sum()"))
+    assert "torch.cond" not in ways
+
+
+class Masked(nn.Module):
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        mask = y > 0
+        return torch.where(mask, y, 0).sum() / mask.sum()
+
+
+def test_a_mean_under_a_mask_is_captured_as_the_way_out_says() -> None:
+    y = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    results = run_graph(capture(Masked(), (y,)), Masked(), (y,), {})
+    assert torch.allclose(results["loss", "loss"], y[y > 0].mean(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("how", ("item", "bool", "tolist"))
 def test_a_branch_on_values_is_one_error_with_the_line_and_the_ways_out(how: str) -> None:
     with pytest.raises(CaptureError) as caught:
         capture(Branching(how), (torch.randn(6, 3),))

@@ -59,7 +59,10 @@ def refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("copy", "cannot be copied; load its full_state_dict()"),
+        (
+            "copy",
+            "cannot be copied; load its full_state_dict() into another model\n  try: for an average of its weights",
+        ),
         ("pickle", "cannot be pickled; save its state_dict()"),
         ("assign", "assign=True"),
         ("missing", "Missing key(s) in state_dict"),

@@ -111,6 +111,19 @@ def test_ranks_that_start_from_other_numbers_are_told_which(ranks: Pool) -> None
         assert "parameter emb.weight differs between rank 0 and rank 1" in outcome.message
 
 
+def other_size() -> None:
+    autopar.parallelize(torch.nn.Linear(3, 5 + dist.get_rank()), autopar.ClusterSpec.preset("cpu-gloo", devices=2))
+
+
+def test_ranks_that_start_from_other_shapes_are_told_the_shapes(ranks: Pool) -> None:
+    for outcome in ranks.outcomes(other_size, world=2):
+        assert outcome.error == "InputError"
+        assert outcome.message == (
+            "rank 0 has parameter weight [5, 3] where rank 1 has weight [6, 3]: their models differ in size\n"
+            "  try: the same sizes on all ranks"
+        )
+
+
 def wrong_world() -> None:
     autopar.parallelize(Net(), autopar.ClusterSpec.preset("cpu-gloo", devices=4))
 

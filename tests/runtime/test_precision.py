@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-from autopar import ClusterSpec, InputError, Precision, parallelize
+from autopar import ClusterSpec, InputError, Precision, parallelize, plan
 from autopar.axes import analyse
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -40,6 +40,31 @@ class Squares(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x @ self.weight.T
         return y.square().sum(), y.detach().double() + self.shift
+
+
+class Classes(nn.Module):
+    """A cross entropy of logits as they come, or cast to float32."""
+
+    def __init__(self, cast: bool) -> None:
+        super().__init__()
+        self.up, self.cast = nn.Linear(4, 5), cast
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.up(x)
+        return F.cross_entropy(logits.float() if self.cast else logits, labels)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bfloat16", Precision(param=torch.bfloat16, output=torch.float32)])
+def test_a_loss_in_a_low_dtype_is_told_with_the_cast_that_mends_it(precision: Any, caplog: Any) -> None:
+    made = ClusterSpec.preset("cpu-gloo", devices=2)
+    batch = (torch.randn(6, 4), torch.tensor([4, 0, 3, 1, 2, 2]))
+    plan(Classes(cast=False), made, example_inputs=batch, precision=precision)
+    told = "the loss is computed in bfloat16; for float32, as under autocast: logits.float() in the model"
+    assert [r.getMessage() for r in caplog.records if r.name == "autopar"] == [told]
+    caplog.clear()
+    plan(Classes(cast=True), made, example_inputs=batch, precision=precision)
+    plan(Classes(cast=False), made, example_inputs=batch)
+    assert not [r for r in caplog.records if r.name == "autopar"]
 
 
 def rows() -> Tensor:
