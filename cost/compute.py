@@ -177,11 +177,16 @@ def letter_size(letter: str, size: int, roles: tuple[str, ...], mesh: Mesh) -> i
 
 
 def product(instance: Instance, sizes: Mapping[str, int]) -> tuple[int, int, int, int] | None:
-    """Sizes (b, m, n, k) of a contraction; of its letters those in both operands and the result, the others of the
-    result that are not the second operand's, those that are, those that the result lacks."""
+    """Sizes (b, m, n, k) of a contraction, or None where its letters do not tell.
+
+    They are products of the letters in both operands and the result, of the others of the result that are not the
+    second operand's, of those that are, and of those that the result lacks.
+    """
     if len(instance.inputs) < 2 or len(instance.outputs) != 1:
         return None
     first, second, result = (letters_of(dims) for dims in (*instance.inputs[:2], instance.outputs[0]))
+    if not sizes.keys() <= first | second | result:  # channels that other ops see as other factors
+        return None
     groups = (first & second & result, result - second, (second - first) & result, sizes.keys() - result)
     b, m, n, k = (math.prod(sizes[x] for x in group & sizes.keys()) for group in groups)
     return b, m, n, k
