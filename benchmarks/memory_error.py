@@ -2,7 +2,7 @@
 
     python benchmarks/memory_error.py [--world 2 4]
 
-Tiny models with odd sizes, of which 4 devices each get some, under data parallelism, ZeRO 1 to 3 and tensor parallelism,
+Tiny models with odd sizes, of which 4 devices each get some, under data parallelism, ZeRO 1 to 3 and tensor parallel,
 AdamW, float32. What is measured is the peak of live tensors over a forward and a backward on gloo ranks, parameters,
 their compute copies, optimizer state, buffers and the batch among them; the largest rank counts, as a plan speaks of
 the device that holds most. Exits with 1 if the mean error is above 2 % or a prediction is under the measured peak by

@@ -63,7 +63,7 @@ class Lives:
     def __post_init__(self) -> None:
         graph = self.program.graph
         ends = [o for o in graph.outputs if "gradient" not in o.kind]
-        first = _Sweep(self, "forward").run(self.program.forward, {})
+        first = _Sweep(self, "forward").run(self.program.forward, self.casts())
         saved = dict(zip(self.program.saved, first[len(ends) :], strict=True))
         second = _Sweep(self, "backward").run(self.program.backward, saved)
         late = [o for o in graph.outputs if "gradient" in o.kind]
@@ -76,6 +76,19 @@ class Lives:
     @property
     def mesh(self) -> Mesh:
         return self.program.plan.mesh
+
+    def casts(self) -> dict[str, Held]:
+        """Shards that a step casts to the dtype it computes in; at ZeRO 1 and 2 the copies that stay have it."""
+        found: dict[str, Held] = {}
+        graph = self.program.graph
+        for entry in graph.inputs:
+            kept = self.program.plan.parameters.get(entry.name) if entry.kind == "parameter" else None
+            dtype = graph.node(entry.node).meta["val"].dtype
+            if kept is not None and kept.level in (0, 3) and graph.stored.get(entry.name, dtype) != dtype:
+                life = Life(entry.node, "", size_of(kept.stored, dtype, self.mesh), 0, 0)
+                found[entry.node] = [life]
+                self.lives.append(life)
+        return found
 
     def bytes_at(self) -> list[int]:
         """Bytes alive at every point."""

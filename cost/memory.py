@@ -12,29 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.lives import Lives, size_of
+from autopar.cost.optimizer import state_copies
 from autopar.cost.staging import chain
-from autopar.errors import PlanError
 from autopar.layout import conversion
 from autopar.program import Program
-
-STATE_COPIES: Mapping[str, float] = {
-    "AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 2,
-    "Adadelta": 2, "Rprop": 2,
-}  # fmt: skip
-"""Tensors of the parameter's size and dtype in the state of an optimizer (SGD: with momentum)."""
-
-
-def state_copies(optimizer: Any) -> float:
-    """Parameter-sized tensors in the state of an optimizer: a class, or the number itself."""
-    if isinstance(optimizer, (int, float)):
-        return float(optimizer)
-    name = getattr(optimizer, "__name__", str(optimizer))
-    if name not in STATE_COPIES:
-        raise PlanError(
-            f"the state of the optimizer {name} is not known; give optimizer=N, the number of tensors of the "
-            f"parameter's size in its state (AdamW: 2, SGD with momentum: 1)"
-        )
-    return STATE_COPIES[name]
 
 
 @dataclass(frozen=True)
@@ -109,8 +90,6 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
                 gathered = conversion(kept.stored, kept.home, mesh)
                 assert gathered, f"{entry.name}: {kept.stored} is gathered to {kept.home}"
                 out["copies"] += chain(gathered[-1], mesh)[-1] * val.dtype.itemsize
-            elif dtype.itemsize != val.dtype.itemsize:
-                out["copies"] += size_of(kept.stored, val.dtype, mesh)
         else:
             kind = "buffers" if entry.kind == "buffer" else "inputs"
             out[kind] += size_of(program.input_layouts[entry.node], val.dtype, mesh)
