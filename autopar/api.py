@@ -22,6 +22,7 @@ from autopar.capture import capture
 from autopar.cluster import ClusterSpec
 from autopar.cost.bill import bill
 from autopar.cost.memory import memory
+from autopar.cost.optimizer import optimizer_text
 from autopar.errors import InputError, PlanError
 from autopar.graph import Graph
 from autopar.legality import check_covers, check_legal
@@ -62,7 +63,8 @@ def parallelize(
     loss_fn         for models that return no scalar, a function or a module: `loss_fn(output)` or, if it needs more
                     than one argument, `loss_fn(output, *args, **kwargs)` with those of the model's call; the module
                     then returns the loss
-    optimizer       the class that will be used, for the memory of its state
+    optimizer       what will be used, for the memory of its state: the class, `functools.partial` of it with its
+                    options, an optimizer, or the number of parameter-sized tensors that it keeps
     memory_bytes    budget of one device, a number or "8GiB"; by default the cluster's
     precision       a `Precision`: dtypes of computing, of reducing gradients, of results; "bf16" and "fp16" compute and
                     gather so and reduce in float32. None: the model's own dtypes. "float64": float32 is replaced by it
@@ -235,18 +237,17 @@ class Compiler:
 
     def fingerprint(self, graph: Graph) -> dict[str, str]:
         """What a plan for this graph depends on."""
-        options = {"strategy": self.strategy, "memory_bytes": self.memory_bytes, "optimizer": name_of(self.optimizer)}
+        options = {
+            "strategy": self.strategy,
+            "memory_bytes": self.memory_bytes,
+            "optimizer": optimizer_text(self.optimizer),
+        }
         options |= {"precision": self.precision, "pins": self.pins or None}
         return fingerprint.fingerprint(graph, self.cluster, options)
 
     def emit(self, graph: Graph, plan: Plan) -> Program:
         """The program of a plan."""
         return emit(graph, self.axes(graph), plan)
-
-
-def name_of(optimizer: Any) -> str:
-    """An optimizer class by name."""
-    return optimizer.__name__ if isinstance(optimizer, type) else str(optimizer)
 
 
 def arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,7 +13,7 @@ from autopar import _torch
 from autopar.api import Compiler
 from autopar.axes import Axes
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import STATE_COPIES
+from autopar.cost.optimizer import STATE_COPIES
 from autopar.cost.timeline import Timeline, timeline
 from autopar.graph import Graph
 from autopar.passes import emit

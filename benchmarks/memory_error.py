@@ -2,11 +2,11 @@
 
     python benchmarks/memory_error.py [--world 2 4]
 
-Tiny models with odd sizes, of which 4 devices get some, under data parallelism, ZeRO 1 to 3 and tensor parallelism,
-AdamW, float32. What is measured is the peak of live tensors over a forward and a backward on gloo ranks, parameters,
-their compute copies, optimizer state, buffers and the batch among them; the largest rank counts, as a plan speaks of
-the device that holds most. Exits with 1 if the mean error is above 2 % or a prediction is under the measured peak by
-more than 1 %.
+Tiny models with odd sizes, of which 4 devices each get some, under data parallelism, ZeRO 1 to 3 and tensor parallel,
+AdamW, in float32 and computing in bf16. What is measured is the peak of live tensors over a forward and a backward on
+gloo ranks, parameters, their compute copies, optimizer state, buffers and the batch among them; the largest rank
+counts, as a plan speaks of the device that holds most. Exits with 1 if the mean error is above 2 % or a prediction is
+under the measured peak by more than 1 %.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "encoder": partial(encoder.build, b=7, s=9, v=37, d=21, heads=7, f=23, layers=2),
     "mlp": mlp.tiny,
 }
+PRECISIONS = (None, "bf16")
 STRATEGIES = ("ddp()", "zero(1)", "zero(2)", "zero(3)", "tensor()")
 MEAN_BOUND, UNDER_BOUND = 0.02, 0.01
 REPEATS = 5
@@ -42,10 +44,11 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes at the peak of one model under one strategy."""
+    """Bytes at the peak of one model under one strategy; `precision` None is float32."""
 
     model: str
     strategy: str
+    precision: str | None
     world: int
     predicted: int
     measured: int
@@ -63,7 +66,7 @@ def held(module: Any, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor])
     return [*module.parameters(), *module.buffers(), *copies, *state, *batch]
 
 
-def measured(model: str, strategy: str) -> tuple[int, int]:
+def measured(model: str, strategy: str, precision: str | None) -> tuple[int, int]:
     """(predicted, measured) on this rank.
 
     The least of a few: gloo's thread lets go of what it sent some time after the wait for it, which may be too late.
@@ -72,7 +75,7 @@ def measured(model: str, strategy: str) -> tuple[int, int]:
     built, inputs = MODELS[model]()
     args, kwargs = split_inputs(inputs)
     cluster = ClusterSpec.preset("cpu-gloo", devices=dist.get_world_size())
-    module = parallelize(built, cluster, example_inputs=(args, kwargs), strategy=strategy)
+    module = parallelize(built, cluster, example_inputs=(args, kwargs), strategy=strategy, precision=precision)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     module(*args, **kwargs).backward()
     optimizer.step()
@@ -92,9 +95,9 @@ def rows(pool: Pool, worlds: Iterable[int], models: Iterable[str] = MODELS) -> l
     found = []
     for world in worlds:
         for model in models:
-            for strategy in STRATEGIES:
-                ranks = pool.run(measured, model, strategy, world=world)
-                found.append(Row(model, strategy, world, ranks[0][0], max(peak for _, peak in ranks)))
+            for strategy, precision in product(STRATEGIES, PRECISIONS):
+                ranks = pool.run(measured, model, strategy, precision, world=world)
+                found.append(Row(model, strategy, precision, world, ranks[0][0], max(peak for _, peak in ranks)))
     return found
 
 
@@ -106,9 +109,10 @@ def holds(found: Iterable[Row]) -> bool:
 
 def table(found: Iterable[Row]) -> str:
     """One line a row."""
-    lines = [f"{'model':8} {'strategy':9} {'ranks':>5} {'predicted':>10} {'measured':>10} {'error':>8}"]
+    lines = [f"{'model':8} {'strategy':9} {'':4} {'ranks':>5} {'predicted':>10} {'measured':>10} {'error':>8}"]
     for r in found:
-        lines.append(f"{r.model:8} {r.strategy:9} {r.world:5} {r.predicted:10} {r.measured:10} {r.error:8.2%}")
+        where = f"{r.model:8} {r.strategy:9} {r.precision or 'fp32'} {r.world:5}"
+        lines.append(f"{where} {r.predicted:10} {r.measured:10} {r.error:8.2%}")
     return "\n".join(lines)
 
 

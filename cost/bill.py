@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from autopar.axes import Axes
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import Memory, state_copies
+from autopar.cost.memory import Memory
+from autopar.cost.optimizer import state_copies
 from autopar.cost.timeline import timeline
 from autopar.graph import Graph
 from autopar.program import Program

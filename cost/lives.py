@@ -52,20 +52,25 @@ class Lives:
 
     points      (node, phase) of every point
     lives       in the order in which they are made
+    casts       of shards to the dtype that a step computes in
+    saved       what forward makes and keeps for backward
     gradients   storages in which gradients of parameters lie when the step ends
     """
 
     program: Program
     points: list[tuple[str, str]] = field(default_factory=list)
     lives: Held = field(default_factory=list)
+    casts: Held = field(default_factory=list)
+    saved: Held = field(default_factory=list)
     gradients: Held = field(default_factory=list)
 
     def __post_init__(self) -> None:
         graph = self.program.graph
         ends = [o for o in graph.outputs if "gradient" not in o.kind]
-        first = _Sweep(self, "forward").run(self.program.forward, {})
+        first = _Sweep(self, "forward").run(self.program.forward, self.cast())
         saved = dict(zip(self.program.saved, first[len(ends) :], strict=True))
         second = _Sweep(self, "backward").run(self.program.backward, saved)
+        self.saved = list(dict.fromkeys(x for held in saved.values() for x in held if x not in self.casts))
         late = [o for o in graph.outputs if "gradient" in o.kind]
         for kept in (*first[: len(ends)], *second):
             for life in kept:
@@ -76,6 +81,20 @@ class Lives:
     @property
     def mesh(self) -> Mesh:
         return self.program.plan.mesh
+
+    def cast(self) -> dict[str, Held]:
+        """Shards are cast when forward begins, where no copies stay (ZeRO 1 and 2) that have the dtype already."""
+        found: dict[str, Held] = {}
+        graph = self.program.graph
+        for entry in graph.inputs:
+            kept = self.program.plan.parameters.get(entry.name) if entry.kind == "parameter" else None
+            dtype = graph.node(entry.node).meta["val"].dtype
+            if kept is not None and kept.level in (0, 3) and graph.stored.get(entry.name, dtype) != dtype:
+                life = Life(entry.node, "", size_of(kept.stored, dtype, self.mesh), 0, 0)
+                found[entry.node] = [life]
+                self.lives.append(life)
+                self.casts.append(life)
+        return found
 
     def bytes_at(self) -> list[int]:
         """Bytes alive at every point."""

@@ -7,34 +7,15 @@ Sizes are those of the first device, which holds the largest piece of everything
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.lives import Lives, size_of
+from autopar.cost.lives import Life, Lives, size_of
+from autopar.cost.optimizer import state_copies
 from autopar.cost.staging import chain
-from autopar.errors import PlanError
 from autopar.layout import conversion
 from autopar.program import Program
-
-STATE_COPIES: Mapping[str, float] = {
-    "AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 2,
-    "Adadelta": 2, "Rprop": 2,
-}  # fmt: skip
-"""Tensors of the parameter's size and dtype in the state of an optimizer (SGD: with momentum)."""
-
-
-def state_copies(optimizer: Any) -> float:
-    """Parameter-sized tensors in the state of an optimizer: a class, or the number itself."""
-    if isinstance(optimizer, (int, float)):
-        return float(optimizer)
-    name = getattr(optimizer, "__name__", str(optimizer))
-    if name not in STATE_COPIES:
-        raise PlanError(
-            f"the state of the optimizer {name} is not known; give optimizer=N, the number of tensors of the "
-            f"parameter's size in its state (AdamW: 2, SGD with momentum: 1)"
-        )
-    return STATE_COPIES[name]
 
 
 @dataclass(frozen=True)
@@ -62,12 +43,17 @@ class Memory:
     persistent  by kind: parameters, copies, optimizer, buffers, inputs, constants
     timeline    bytes alive beside those, node by node; a collective has a point for every buffer on its way
     alive       what is alive at the peak, largest first
-    gradients   bytes of the parameters' gradients at the end of the step, which are part of the timeline's
+    saved       what forward keeps for backward, largest first
+    casts       bytes of shards cast to the dtype that a step computes in, part of the timeline's: from forward to their
+                last use
+    gradients   bytes of the parameters' gradients at the end of the step, part of the timeline's too
     """
 
     persistent: Mapping[str, int]
     timeline: tuple[Point, ...]
     alive: tuple[Alive, ...]
+    saved: tuple[Alive, ...] = ()
+    casts: int = 0
     gradients: int = 0
 
     @property
@@ -84,13 +70,19 @@ def memory(program: Program, optimizer: Any) -> Memory:
     lives = Lives(program)
     bytes_ = lives.bytes_at()
     at = max(range(len(bytes_)), key=bytes_.__getitem__, default=0)
-    there = [Alive(x.name, x.bytes, x.source) for x in lives.lives if x.first <= at <= x.last]
     return Memory(
         persistent=persistent_bytes(program, state_copies(optimizer)),
         timeline=tuple(Point(name, phase, size) for (name, phase), size in zip(lives.points, bytes_, strict=True)),
-        alive=tuple(sorted(there, key=lambda a: (-a.bytes, a.name))),
+        alive=listed(x for x in lives.lives if x.first <= at <= x.last),
+        saved=listed(lives.saved),
+        casts=sum(x.bytes for x in lives.casts),
         gradients=sum(x.bytes for x in lives.gradients),
     )
+
+
+def listed(lives: Iterable[Life]) -> tuple[Alive, ...]:
+    """Storages by name, the largest first."""
+    return tuple(sorted((Alive(x.name, x.bytes, x.source) for x in lives), key=lambda a: (-a.bytes, a.name)))
 
 
 def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
@@ -109,8 +101,6 @@ def persistent_bytes(program: Program, copies: float) -> dict[str, int]:
                 gathered = conversion(kept.stored, kept.home, mesh)
                 assert gathered, f"{entry.name}: {kept.stored} is gathered to {kept.home}"
                 out["copies"] += chain(gathered[-1], mesh)[-1] * val.dtype.itemsize
-            elif dtype.itemsize != val.dtype.itemsize:
-                out["copies"] += size_of(kept.stored, val.dtype, mesh)
         else:
             kind = "buffers" if entry.kind == "buffer" else "inputs"
             out[kind] += size_of(program.input_layouts[entry.node], val.dtype, mesh)

@@ -18,7 +18,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.cost.memory import Memory, memory, state_copies
+from autopar.cost.memory import Memory, memory
+from autopar.cost.optimizer import state_copies
 from autopar.passes import emit
 from autopar.plan import Plan
 from autopar.planner.decide import decision

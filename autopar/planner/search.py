@@ -16,7 +16,8 @@ from autopar.axes import Axes, analyse
 from autopar.cluster import ClusterSpec
 from autopar.cost.bill import bill
 from autopar.cost.comm import seconds
-from autopar.cost.memory import Memory, memory, state_copies
+from autopar.cost.memory import Memory, memory
+from autopar.cost.optimizer import state_copies
 from autopar.cost.price import price
 from autopar.errors import InputError, NoPlan, UnsupportedError
 from autopar.graph import Graph

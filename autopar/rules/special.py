@@ -59,6 +59,12 @@ def _mask(node: fx.Node, position: int) -> str:
     return " ".join(["b", "(g r)", "q", "k"][4 - rank :])
 
 
+def _work(node: fx.Node, k: int, along_e: int, along_f: int) -> str:
+    """Floating-point operations of so many products along the width of keys and of values, which may differ."""
+    e, f = (args_of(node)[i].meta["val"].shape[3] for i in (k, k + 1))
+    return f"{2 * (along_e + along_f * f / max(1, e))} b g r q k e"
+
+
 def _groups(node: fx.Node, q: int, k: int) -> dict[str, int]:
     """Key heads and query heads per key head."""
     heads, groups = args_of(node)[q].meta["val"].shape[1], args_of(node)[k].meta["val"].shape[1]
@@ -70,13 +76,13 @@ def _groups(node: fx.Node, q: int, k: int) -> dict[str, int]:
 )
 def attention(node: fx.Node) -> Instance:
     text = f"b (g r) q e, b g k e, b g k f, {_mask(node, 3)}, n -> b (g r) q f, b (g r) q"
-    sizes = _groups(node, 0, 1)
-    return instantiate(node, text, whole="k e f n", flops="4 b g r q k e", sizes=sizes, positional="q", names=NAMES)
+    sizes, flops = _groups(node, 0, 1), _work(node, 1, 1, 1)  # scores; their product with the values
+    return instantiate(node, text, whole="k e f n", flops=flops, sizes=sizes, positional="q", names=NAMES)
 
 
 @computed(torch.ops.autopar.attention_backward.default, "... -> b (g r) q e, b g k e, b g k f", bind=bind.attention)
 def attention_backward(node: fx.Node) -> Instance:
     reads = f"b (g r) q f, b (g r) q e, b g k e, b g k f, b (g r) q f, b (g r) q, {_mask(node, 6)}, n"
     text = f"{reads} -> b (g r) q e, b g k e, b g k f"
-    sizes = _groups(node, 1, 2)
-    return instantiate(node, text, whole="k e f n", flops="10 b g r q k e", sizes=sizes, positional="q", names=NAMES)
+    sizes, flops = _groups(node, 1, 2), _work(node, 2, 3, 2)  # scores again, dq, dk; their gradient, dv
+    return instantiate(node, text, whole="k e f n", flops=flops, sizes=sizes, positional="q", names=NAMES)

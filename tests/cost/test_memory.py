@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from autopar.axes import analyse
 from autopar.capture import capture
 from autopar.cluster import ClusterSpec
-from autopar.cost.memory import memory, state_copies
+from autopar.cost.memory import memory
+from autopar.cost.optimizer import state_copies
 from autopar.errors import PlanError
 from autopar.models.mlp import build
 from autopar.passes import copy_views, emit
@@ -49,6 +52,8 @@ def test_zero_divides_what_it_says(level: int) -> None:
 def test_the_state_of_the_optimizer_is_counted() -> None:
     assert held(ddp(), "SGD")["optimizer"] == parameter_bytes()
     assert held(ddp(), 0)["optimizer"] == 0
+    assert held(ddp(), partial(torch.optim.SGD, lr=0.1))["optimizer"] == 0
+    assert held(ddp(), partial(torch.optim.AdamW, amsgrad=True))["optimizer"] == 3 * parameter_bytes()
     assert state_copies(torch.optim.AdamW) == 2
     with pytest.raises(PlanError, match="the state of the optimizer Shampoo is not known"):
         state_copies("Shampoo")
