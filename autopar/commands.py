@@ -114,7 +114,7 @@ def calibrate_command(
     dtypes: Annotated[list[str], typer.Option("--dtype", help="to time operations in; repeatable")] = ["float32"],  # noqa: B006
 ) -> None:
     """Measure this machine: products, other operations, collectives by size; about a minute and a half."""
-    from autopar.cost.calibrate.run import calibrate
+    from autopar.calibrate.run import calibrate
 
     started = time.perf_counter()
     with working("calibrating") as progress:

@@ -65,7 +65,7 @@ class Device(Strict):
     step_s, parameter_s  what a step costs beside its operations, and every trained parameter in it
     agree_s              what a step costs more where several devices have to make the same call
     overlap              times longer that ops take while a collective runs beside them
-    pace_s               of a fixed piece of work while the device was measured: `cost/calibrate/pace.py`
+    pace_s               of a fixed piece of work while the device was measured: `autopar/calibrate/pace.py`
     at_once              devices of a host that work at full speed at once; more share them, as processes do cores
     alone                seconds of an op while no other device works, as a part of those while all do
     """

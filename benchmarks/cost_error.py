@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import ClusterSpec, parallelize
-from autopar.cost.calibrate.pace import Pace
+from autopar.calibrate.pace import Pace
 from autopar.models import encoder, gpt, llama, mlp
 from autopar.verify.live import LiveBytes
 from autopar.verify.pool import Pool

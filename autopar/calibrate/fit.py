@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.cost.calibrate.probe import Sample
+from autopar.calibrate.probe import Sample
 from autopar.curve import Curve
 from autopar.device import ANY
 

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from autopar.calibrate.collectives import Moving, collectives
+from autopar.calibrate.fit import curves, products
+from autopar.calibrate.overhead import Overhead, overheads
+from autopar.calibrate.pace import Pace
+from autopar.calibrate.probe import Probed, Probing
 from autopar.cluster import ClusterSpec, parse
-from autopar.cost.calibrate.collectives import Moving, collectives
-from autopar.cost.calibrate.fit import curves, products
-from autopar.cost.calibrate.overhead import Overhead, overheads
-from autopar.cost.calibrate.pace import Pace
-from autopar.cost.calibrate.probe import Probed, Probing
 from autopar.curve import Curve
 from autopar.device import ANY, Device, Products
 from autopar.verify.pool import Pool

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import Compiler
+from autopar.calibrate.pace import Pace
+from autopar.calibrate.profiled import profiled
 from autopar.cluster import ClusterSpec
-from autopar.cost.calibrate.pace import Pace
-from autopar.cost.calibrate.profiled import profiled
 from autopar.cost.compute import Work, is_bias, owns
 from autopar.cost.price import op_work
 from autopar.models import encoder, gpt, llama, mlp, moe, resnet, vit
