@@ -61,7 +61,7 @@ def enumerated(graph: Graph, axes: Axes, mesh: Mesh) -> list[Tried]:
             except PlanError:
                 continue
             held = memory(program, "AdamW").peak
-            found.append(Tried(price(program, graph, axes, CLUSTER)["step_s"], held))
+            found.append(Tried(price(program, graph, axes, CLUSTER, copies=2), held))
     return found
 
 
@@ -85,14 +85,14 @@ def test_the_programme_finds_what_enumeration_finds_under_a_binding_budget(numbe
     fastest = min(tried, key=lambda t: (t.seconds, t.peak))
     least = min(t.peak for t in tried)
     free = plan(graph, CLUSTER, mesh=MESH, axes=axes)
-    assert free.costs["step_s"] == pytest.approx(fastest.seconds, rel=1e-9)
+    assert free.certificate["objective_s"] == pytest.approx(fastest.seconds, rel=1e-9)
     rng = random.Random(seed)
     for budget in {least, rng.randint(least, fastest.peak), (least + fastest.peak) // 2}:
         best = min(t.seconds for t in tried if t.peak <= budget)
         found = plan(graph, CLUSTER, mesh=MESH, axes=axes, memory_bytes=budget)
         assert found.costs["peak_bytes"] <= budget
-        assert found.costs["step_s"] == pytest.approx(best, rel=1e-9), f"budget {budget}"
-        assert found.certificate["programme_s"] == pytest.approx(found.costs["step_s"], rel=1e-9)
+        assert found.certificate["objective_s"] == pytest.approx(best, rel=1e-9), f"budget {budget}"
+        assert found.certificate["programme_s"] == pytest.approx(found.certificate["objective_s"], rel=1e-9)
     with pytest.raises(NoPlan) as refused:
         plan(graph, CLUSTER, mesh=MESH, axes=axes, memory_bytes=least - 1)
     assert refused.value.needed_bytes == least
