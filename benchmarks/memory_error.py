@@ -90,12 +90,17 @@ def measured(model: str, strategy: str, precision: str | None) -> tuple[int, int
     return int(module.plan.costs["peak_bytes"]), min(peaks)
 
 
-def rows(pool: Pool, worlds: Iterable[int], models: Iterable[str] = MODELS) -> list[Row]:
+def rows(
+    pool: Pool,
+    worlds: Iterable[int],
+    models: Iterable[str] = MODELS,
+    precisions: Iterable[str | None] = PRECISIONS,
+) -> list[Row]:
     """Every model under every strategy on so many ranks."""
     found = []
     for world in worlds:
         for model in models:
-            for strategy, precision in product(STRATEGIES, PRECISIONS):
+            for strategy, precision in product(STRATEGIES, precisions):
                 ranks = pool.run(measured, model, strategy, precision, world=world)
                 found.append(Row(model, strategy, precision, world, ranks[0][0], max(peak for _, peak in ranks)))
     return found
