@@ -16,6 +16,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
+SERIAL = "cpu"  # the type of devices on whose process groups collectives run one at a time: they have one thread
 ANY = "any"  # the kind of ops that no curve is known for
 
 

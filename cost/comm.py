@@ -101,7 +101,8 @@ def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float
     """Seconds of one step of a conversion; what moves nothing between devices is a copy or a view."""
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
     if step.free or step.axis == MICRO:
-        copied = step.kind == "to_pending" or (step.kind == "slice" and copies_slice(step, mesh))
+        copied = step.axis == MICRO or step.kind == "to_pending"
+        copied = copied or (step.kind == "slice" and copies_slice(step, mesh))
         return pass_s(2 * after, cluster) if copied else cluster.crowding * cluster.device.view_s
     packed = staging_elements(step, mesh) * itemsize
     copying = pass_s(2 * packed, cluster) if packed else 0.0

@@ -20,10 +20,10 @@ from autopar.cluster import ClusterSpec
 from autopar.cost.comm import axis_s, step_s
 from autopar.cost.compute import update_s
 from autopar.cost.price import op_s
+from autopar.device import SERIAL
 from autopar.graph import Graph
 from autopar.layout import MICRO, STAGE, Step
 from autopar.moves import elements, itemsize
-from autopar.passes.bind import SERIAL
 from autopar.passes.buckets import Bucket, buckets
 from autopar.program import Program
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx, ops
 
 from autopar._torch import boxed
+from autopar.device import SERIAL
 from autopar.layout import MICRO, STAGE, Mesh
 from autopar.passes.buckets import Bucket, buckets
 from autopar.passes.fill_buckets import Filling
@@ -27,8 +28,6 @@ from autopar.rules.pointwise import is_pointwise
 from autopar.uncollected import uncollected
 
 aten = ops.aten
-
-SERIAL = "cpu"  # on whose process groups collectives run one at a time anyway: they have one worker thread
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def test_a_plan_prints_alone(golden: Callable[[str, str], None]) -> None:
         costs={
             "step_s": 0.0124,
             "compute_s": 0.0098,
-            "communication_s": 0.0026,
+            "exposed_s": 0.0026,
             "peak_bytes": 41.2 * 2**30,
             "budget_bytes": 72.0 * 2**30,
             "parameters_bytes": 10.5 * 2**30,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, ops
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.passes.bind import SERIAL
+from autopar.device import SERIAL
 from autopar.reduce_scatter import SUMMED
 
 c10d = ops._c10d_functional
