@@ -322,8 +322,9 @@ def _megatron(part: Part, free: list[str], names: dict[str, str], axes: Axes, no
     if axes.rule(node).flops is not None:
         return inner or _passing(free)
     here = set(names.values())
-    if {"model", "sequence"} <= here and not inner and owns(node) and sequence:
-        return [*sequence, *(role for role in free if role.startswith("+"))]  # terms may be added up before they move
+    kept = owns(node) or node.meta["phase"] == "forward"  # what backward reads again is kept cut, as Megatron does
+    if {"model", "sequence"} <= here and not inner and kept and sequence:
+        return [*sequence, *(role for role in free if role.count("+") > 1)]  # terms may be added up before they move
     return inner + _passing(free) + sequence
 
 

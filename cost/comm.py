@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 
 from autopar.cluster import ClusterSpec
 from autopar.cost.algorithms import Algorithm, function, known
-from autopar.cost.staging import copies_slice, staging_elements
+from autopar.cost.staging import staging_elements
 from autopar.cost.trees import first_chunk_steps
 from autopar.layout import MICRO, Mesh, Step
 from autopar.links import Link, Topology, alone
@@ -98,12 +98,13 @@ def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> flo
 
 
 def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:
-    """Seconds of one step of a conversion; what moves nothing between devices is a copy or a view."""
+    """Seconds of one step of a conversion; what moves nothing between devices costs a pass over its result.
+
+    A slice that is one run of memory is none, but costs the same: else a slice before a view and behind it would differ.
+    """
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
     if step.free or step.axis == MICRO:
-        copied = step.axis == MICRO or step.kind == "to_pending"
-        copied = copied or (step.kind == "slice" and copies_slice(step, mesh))
-        return pass_s(2 * after, cluster) if copied else cluster.crowding * cluster.device.view_s
+        return pass_s(2 * after, cluster)
     packed = staging_elements(step, mesh) * itemsize
     copying = pass_s(2 * packed, cluster) if packed else 0.0
     return copying + axis_s(step.kind, max(before, after), step.axis, mesh, cluster)
