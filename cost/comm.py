@@ -100,7 +100,7 @@ def collective_s(kind: str, local_bytes: float, devices: int, link: Link) -> flo
 def step_s(step: Step, itemsize: int, mesh: Mesh, cluster: ClusterSpec) -> float:
     """Seconds of one step of a conversion; what moves nothing between devices costs a pass over its result.
 
-    A slice that is one run of memory is none, but costs the same: else a slice before a view and behind it would differ.
+    So does a slice that is one run of memory, or it would be cheaper behind a view than before it.
     """
     before, after = step.before.local_numel(mesh) * itemsize, step.after.local_numel(mesh) * itemsize
     if step.free or step.axis == MICRO:
