@@ -8,7 +8,7 @@ Groups of a size all run at once, as they do along an axis of a mesh.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,36 +27,30 @@ LEAST, ENOUGH_S = 5, 0.12  # repetitions of each, and seconds after which there 
 
 @dataclass(frozen=True)
 class Moving:
-    """Median seconds of one collective: of groups of `devices` ranks, `stride` apart, of `bytes` at the larger end."""
+    """Median seconds of one collective: of groups of `devices` ranks, of `bytes` at the larger end."""
 
     kind: str
     devices: int
-    stride: int
     bytes: int
     seconds: float
 
 
-def collectives(device: torch.device, host: int) -> list[Moving]:
-    """Every collective in groups of 2, 4, ... devices of a host of `host` devices, across hosts, and of all."""
+def collectives(device: torch.device) -> list[Moving]:
+    """Every collective in neighbouring groups of 2, 4, ... ranks, and of all."""
     world = dist.get_world_size()
     out = []
-    for devices, stride in groups(world, host):
-        mesh = init_device_mesh(device.type, (world // (devices * stride), devices, stride))
+    for devices in groups(world):
+        mesh = init_device_mesh(device.type, (world // devices, devices))
         group = mesh.get_group(1).group_name
         for kind in KINDS:
             for size in SIZES:
-                out.append(Moving(kind, devices, stride, size, median(call(kind, size, devices, group, device))))
+                out.append(Moving(kind, devices, size, median(call(kind, size, devices, group, device))))
     return out
 
 
-def groups(world: int, host: int) -> Iterator[tuple[int, int]]:
-    """(devices, stride) of the groups to measure: within a host, across hosts, all."""
-    inside = [n for n in range(2, host + 1) if host % n == 0 and (n & (n - 1) == 0 or n == host)]
-    yield from ((n, 1) for n in inside)
-    if world > host:
-        yield world // host, host
-        if host > 1:
-            yield world, 1
+def groups(world: int) -> list[int]:
+    """Sizes of the groups to measure: powers of two that divide the number of ranks, and that number."""
+    return [n for n in range(2, world + 1) if world % n == 0 and (n & (n - 1) == 0 or n == world)]
 
 
 def call(kind: str, size: int, devices: int, group: str, device: torch.device) -> Callable[[], Tensor]:

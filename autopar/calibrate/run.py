@@ -2,7 +2,7 @@
 
 In: a number of devices.  Out: `ClusterSpec`.  Next: `autopar/cluster.py`, which reads such files.
 
-On one host the ranks are started here; under torchrun the ranks that are there take part, also on several hosts.
+One host: the ranks are started here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def calibrate(
         for n in dict.fromkeys((at_once, world)):
             if n > 1:
                 progress(f"timing collectives of {n} devices")
-                moving[n] = pool.run(on_device, collectives, kind, n, world=n)[0]
+                moving[n] = pool.run(on_device, collectives, kind, world=n)[0]
     device = described(base.device, found, peaks, costs, at_once)
     links = [{**base.links[0].model_dump(), "devices": world, **linked(moving)}]
     data = {**base.model_dump(mode="json"), "device": device.model_dump(mode="json"), "links": links}

@@ -20,9 +20,7 @@ from autopar.passes import copy_views
 from autopar.planner import plan
 from autopar.strategies import ddp
 
-PLAIN = Device(
-    type="cuda", memory_bytes=1e9, flops_per_s={"float32": 1e12}, memory_bytes_per_s=1e11, launch_s=1e-6
-)  # fmt: skip
+PLAIN = Device(type="cuda", memory_bytes=1e9, flops_per_s={"float32": 1e12}, memory_bytes_per_s=1e11, launch_s=1e-6)
 
 
 def with_(**fields: object) -> Device:
